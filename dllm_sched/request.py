@@ -1,0 +1,133 @@
+"""What a request is, and what a policy may see of it while it lives."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import attrs
+
+from dllm_sched.errors import ConfigError
+
+__all__ = ["FinishReason", "Phase", "Request", "RequestStatus", "RequestView"]
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life; changed only by ``_lifecycle``."""
+
+    WAITING = "waiting"  #: queued, never ran
+    RUNNING = "running"  #: holds a slot
+    PREEMPTED = "preempted"  #: queued again after it gave its slot back
+    FINISHED = "finished"  #: told once, gone
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. Each ends with exactly one of these."""
+
+    EOS = "eos"  #: the model committed a stop token
+    LENGTH = "length"  #: the token budget was used up
+    MAX_STEPS = "max_steps"  #: a step cap of the policy was reached
+    CANCELLED = "cancelled"  #: the client asked for it
+    DEADLINE = "deadline"  #: ``deadline_at`` passed
+    QUEUE_TIMEOUT = "queue_timeout"  #: waited ``queue_timeout_s`` without ever running
+    ERROR = "error"  #: its row failed, or it can no longer fit the capacity
+
+
+class Phase(enum.Enum):
+    """What a row's next forward costs; the engine reports changes, composition selects on it."""
+
+    PREFILL = "prefill"  #: the prompt goes through the model for the first time
+    REFRESH = "refresh"  #: the whole sequence is computed anew
+    REUSE = "reuse"  #: only open blocks are computed, the rest comes from the cache
+
+
+def _positive_int(request: Request, field: attrs.Attribute[int], value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"request {request.id!r}: {field.name} must be an int >= 1, got {value!r}"
+        )
+
+
+def _int(request: Request, field: attrs.Attribute[int], value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"request {request.id!r}: {field.name} must be an int, got {value!r}")
+
+
+def _instant(request: Request, field: attrs.Attribute[float], value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        raise ConfigError(
+            f"request {request.id!r}: {field.name} must be seconds (inf = never), got {value!r}"
+        )
+
+
+def _duration(request: Request, field: attrs.Attribute[float], value: object) -> None:
+    _instant(request, field, value)
+    if isinstance(value, int | float) and value < 0:
+        raise ConfigError(
+            f"request {request.id!r}: {field.name} must be >= 0 seconds (inf = never), "
+            f"got {value!r}"
+        )
+
+
+def _identifier(request: Request, field: attrs.Attribute[str], value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"request: {field.name} must be a non-empty str, got {value!r}")
+
+
+def _hashable(request: Request, field: attrs.Attribute[Hashable], value: object) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise ConfigError(
+            f"request {request.id!r}: {field.name} must be hashable, got {value!r}"
+        ) from error
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Request:
+    """One generation request; a value that knows neither its status nor the time.
+
+    Frozen, compared by identity, and open for subclassing: an adapter adds its own fields.
+
+    Attributes:
+        id: Non-empty; unique among active requests, free again once this one has finished.
+        prompt_len: Prompt length in tokens, >= 1.
+        max_new_tokens: Budget of generated tokens, >= 1.
+        block_length: Diffusion block length in tokens, >= 1.
+        priority: Lower goes first.
+        deadline_at: Instant in seconds on the scheduler's clock; ``inf`` = never.
+        queue_timeout_s: Longest wait for the first step in seconds, >= 0; ``inf`` = never.
+        request_class: Label for policies that treat classes differently.
+        batch_key: Rows of one batch share it (model variant, LoRA, sampling kernel).
+        tenant: Who pays; for fair-share orderings.
+        group: Requests that belong together (samples of one prompt), or None.
+        payload: The caller's own; never looked at.
+
+    Raises:
+        ConfigError: If a field is out of its range; names the field.
+    """
+
+    id: str = attrs.field(validator=_identifier, kw_only=False)
+    prompt_len: int = attrs.field(validator=_positive_int)
+    max_new_tokens: int = attrs.field(validator=_positive_int)
+    block_length: int = attrs.field(default=32, validator=_positive_int)
+    priority: int = attrs.field(default=0, validator=_int)
+    deadline_at: float = attrs.field(default=math.inf, validator=_instant)
+    queue_timeout_s: float = attrs.field(default=math.inf, validator=_duration)
+    request_class: Hashable = attrs.field(default="", validator=_hashable)
+    batch_key: Hashable = attrs.field(default=None, validator=_hashable)
+    tenant: str = ""
+    group: str | None = None
+    payload: Any = attrs.field(default=None, repr=False)
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that hold ``max_new_tokens``, the last one possibly partly used."""
+        return -(-self.max_new_tokens // self.block_length)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Prompt plus the budget rounded up to whole blocks: the longest this row can get."""
+        return self.prompt_len + self.max_blocks * self.block_length
