@@ -1,0 +1,482 @@
+"""LLaDA in transformers' own style: one file, the published tensor names, two ways to run it.
+
+``LLaDAModelLM.forward`` runs a plain ``[batch, length]`` tensor and is differentiable: training
+and forward parity use it. ``LLaDAModelLM.forward_packed`` serves: the new tokens of all rows lie
+behind each other on one axis for everything that works token by token (embedding, norms, linear
+layers), and only attention goes row by row, over the row's own keys in a :class:`KVCache`. A long
+prompt that joins a batch thus costs its own tokens and never pads its neighbours.
+
+What a token may attend to is always explicit. There is no ``attention_mask``: LLaDA code in the
+wild ignores it or turns it into something else, which makes padded batches silently wrong.
+
+Source: Nie et al., "Large Language Diffusion Models" (arXiv 2502.09992) for the model; own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MaskedLMOutput
+
+from dllm_sched.errors import ConfigError
+
+__all__ = [
+    "AttentionGroup",
+    "KVCache",
+    "LLaDAConfig",
+    "LLaDAModelLM",
+    "PackedLayout",
+    "block_causal_mask",
+]
+
+# Published options that this implementation has no code for, with the only value it accepts.
+# A checkpoint that needs another one is refused rather than run wrongly.
+_FIXED = {
+    "activation_type": "silu",
+    "alibi": False,
+    "attention_dropout": 0.0,
+    "attention_layer_norm": False,
+    "bias_for_layer_norm": False,
+    "block_group_size": 1,
+    "block_type": "llama",
+    "embedding_dropout": 0.0,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "input_emb_norm": False,
+    "layer_norm_type": "rms",
+    "layer_norm_with_affine": True,
+    "multi_query_attention": None,
+    "residual_dropout": 0.0,
+    "rope": True,
+    "rope_full_precision": True,
+    "scale_logits": False,
+    "weight_tying": False,
+}
+
+
+class LLaDAConfig(PreTrainedConfig):
+    """The published LLaDA ``config.json``, key for key.
+
+    Attributes:
+        d_model: Width of the residual stream.
+        n_layers: Number of transformer blocks.
+        n_heads: Query heads; ``d_model`` is a multiple of it and the head width is even.
+        n_kv_heads: Key/value heads, a divisor of ``n_heads``; None = ``n_heads``.
+        mlp_hidden_size: Width of the feed-forward layer; None = ``mlp_ratio * d_model``.
+        vocab_size: Number of token ids.
+        embedding_size: Rows of the embedding and of the head, >= ``vocab_size``; None = equal.
+        max_sequence_length: Longest sequence in tokens that the model was trained on.
+        rope_theta: Base of the rotary frequencies.
+        rms_norm_eps: Added to the mean square in every norm.
+        mask_token_id: The id that stands for "not yet decoded".
+        eos_token_id: End of text.
+        pad_token_id: Padding in training data; serving never pads with it.
+        init_std: Standard deviation of fresh weights.
+
+    The other published keys are accepted with the one value that this code implements.
+
+    Raises:
+        ConfigError: If a value is one this code cannot run; names the key and the value it takes.
+    """
+
+    model_type = "llada"
+    attribute_map = {  # noqa: RUF012 - transformers reads it as a plain class attribute
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+    }
+
+    def __init__(
+        self,
+        *,
+        d_model: int = 4096,
+        n_layers: int = 32,
+        n_heads: int = 32,
+        n_kv_heads: int | None = None,
+        mlp_ratio: int = 4,
+        mlp_hidden_size: int | None = None,
+        vocab_size: int = 126464,
+        embedding_size: int | None = None,
+        max_sequence_length: int = 4096,
+        rope_theta: float = 500_000.0,
+        rms_norm_eps: float = 1e-5,
+        mask_token_id: int = 126336,
+        eos_token_id: int = 126081,
+        pad_token_id: int = 126081,
+        init_std: float = 0.02,
+        **kwargs: Any,
+    ) -> None:
+        for key, value in _FIXED.items():
+            if kwargs.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"config.json: {key} is {kwargs[key]!r}, but this implementation has code for "
+                    f"{value!r} only"
+                )
+        self.d_model = d_model
+        self.n_layers = n_layers
+        self.n_heads = n_heads
+        self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        self.mlp_ratio = mlp_ratio
+        self.mlp_hidden_size = mlp_ratio * d_model if mlp_hidden_size is None else mlp_hidden_size
+        self.vocab_size = vocab_size
+        self.embedding_size = vocab_size if embedding_size is None else embedding_size
+        self.max_sequence_length = max_sequence_length
+        self.rope_theta = rope_theta
+        self.rms_norm_eps = rms_norm_eps
+        self.mask_token_id = mask_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.init_std = init_std
+        self._check()
+        super().__init__(**kwargs)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.n_heads
+
+    def _check(self) -> None:
+        for key in ("d_model", "n_layers", "n_heads", "n_kv_heads", "mlp_hidden_size"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"config.json: {key} must be >= 1, got {getattr(self, key)!r}")
+        if self.d_model % self.n_heads or self.head_dim % 2:
+            raise ConfigError(
+                f"config.json: d_model {self.d_model} must be n_heads {self.n_heads} times an "
+                "even head width"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                f"config.json: n_kv_heads {self.n_kv_heads} must divide n_heads {self.n_heads}"
+            )
+        if self.embedding_size < self.vocab_size:
+            raise ConfigError(
+                f"config.json: embedding_size {self.embedding_size} must be >= vocab_size "
+                f"{self.vocab_size}"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ConfigError(
+                f"config.json: mask_token_id {self.mask_token_id} is not in the vocabulary of "
+                f"{self.vocab_size} ids"
+            )
+
+
+def block_causal_mask(
+    prompt_len: int, block_length: int, length: int, *, device: torch.device | str | None = None
+) -> Tensor:
+    """Return which positions see which: all of their own block and of the blocks before it.
+
+    The prompt is block 0; block k covers ``block_length`` positions, counted from the prompt's end.
+
+    Args:
+        prompt_len: Tokens of the prompt, >= 0.
+        block_length: Tokens of each later block, >= 1.
+        length: Total number of positions.
+        device: Where the mask is made.
+
+    Returns:
+        bool ``[length, length]``; ``[i, j]`` is True where position i attends to position j.
+
+    Source: Wang et al., "Discrete Diffusion Forcing" (arXiv 2508.09192), block-causal attention.
+    """
+    position = torch.arange(length, device=device)
+    block = (position - prompt_len).div(block_length, rounding_mode="floor") + 1
+    block = block.clamp_(min=0)
+    return block[None, :] <= block[:, None]
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every slot, allocated once.
+
+    Writes go to absolute positions, so what lies beyond a row's finished blocks is scratch that the
+    row's next forward overwrites: there is nothing to roll back after a failed step.
+    """
+
+    keys: tuple[Tensor, ...]  #: per layer ``[slots, max_len, n_kv_heads, head_dim]``, rotated
+    values: tuple[Tensor, ...]  #: per layer ``[slots, max_len, n_kv_heads, head_dim]``
+
+    @classmethod
+    def allocate(
+        cls,
+        config: LLaDAConfig,
+        num_slots: int,
+        max_len: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> KVCache:
+        """Return a zeroed cache of ``2 * n_layers * num_slots * max_len`` key/value vectors."""
+        shape = (config.n_layers, num_slots, max_len, config.n_kv_heads, config.head_dim)
+        # Zeros, not garbage: a masked position still enters the products, and 0 * nan is nan.
+        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        return cls(keys.unbind(0), values.unbind(0))
+
+
+class AttentionGroup(NamedTuple):
+    """Rows of similar size whose attention runs as one padded call."""
+
+    start: int  #: the group's tokens are ``start..stop-1`` of the packed axis
+    stop: int
+    slots: slice | Tensor  #: cache slots of its g rows, in packed order
+    num_keys: int  #: longest row of the group, new tokens included
+    pad: Tensor | None  #: int64 ``[g, max_q]`` into the group's tokens; None = nothing to pad
+    unpad: Tensor | None  #: int64 ``[stop - start]`` into the ``g * max_q`` padded queries
+    num_rows: int
+    bias: Tensor | None  #: ``[g, 1, max_q, num_keys]``, 0 or -inf; None = everything is visible
+
+
+class PackedLayout(NamedTuple):
+    """Where the packed tokens of one forward belong."""
+
+    positions: Tensor  #: int64 ``[tokens]``, position of each token in its own row
+    write_index: Tensor  #: int64 ``[tokens]``, ``slot * max_len + position``
+    groups: tuple[AttentionGroup, ...]  #: cover the packed axis in order
+
+
+# (layer, q [..., heads, head_dim], k and v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
+_Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class LLaDARMSNorm(nn.Module):
+    """Root-mean-square norm: computed in at least float32, scaled in the working dtype."""
+
+    def __init__(self, config: LLaDAConfig) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normed ``x`` (``[..., d_model]``) in its own dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+
+class _Rotary(NamedTuple):
+    """Cosines and signed sines of one forward: ``[tokens, 1, head_dim]``, at least float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, config: LLaDAConfig, dtype: torch.dtype) -> _Rotary:
+        # Made anew in every forward, never a module buffer: buffers that no checkpoint holds are
+        # what loading on the meta device breaks. The half-split layout turns (j, j + hd/2).
+        wide = torch.promote_types(dtype, torch.float32)
+        half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+        frequency = 1.0 / config.rope_theta ** (half / config.head_dim)
+        angle = positions.to(torch.float32)[..., None] * frequency
+        sin, cos = angle.sin(), angle.cos()
+        return cls(
+            torch.cat((cos, cos), -1)[..., None, :].to(wide),
+            torch.cat((-sin, sin), -1)[..., None, :].to(wide),
+        )
+
+    def turn(self, x: Tensor) -> Tensor:
+        """Rotate ``x`` ``[..., heads, head_dim]``; back in its own dtype."""
+        wide = x.to(self.cos.dtype)
+        swapped = wide.roll(x.shape[-1] // 2, -1)
+        return torch.addcmul(wide * self.cos, swapped, self.sin).to(x.dtype)
+
+
+class LLaDABlock(nn.Module):
+    """One pre-norm transformer block, with the published flat module names."""
+
+    def __init__(self, config: LLaDAConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        kv_width = config.n_kv_heads * config.head_dim
+        self.attn_norm = LLaDARMSNorm(config)
+        self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.k_proj = nn.Linear(config.d_model, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.d_model, kv_width, bias=False)
+        self.attn_out = nn.Linear(config.d_model, config.d_model, bias=False)
+        self.ff_norm = LLaDARMSNorm(config)
+        self.ff_proj = nn.Linear(config.d_model, config.mlp_hidden_size, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.mlp_hidden_size, bias=False)
+        self.ff_out = nn.Linear(config.mlp_hidden_size, config.d_model, bias=False)
+
+    def forward(self, x: Tensor, rotary: _Rotary, attend: _Attend) -> Tensor:
+        """Return the next residual stream ``[..., d_model]``."""
+        h = self.attn_norm(x)
+        heads = (-1, self.head_dim)
+        q = rotary.turn(self.q_proj(h).unflatten(-1, heads))
+        k = rotary.turn(self.k_proj(h).unflatten(-1, heads))
+        v = self.v_proj(h).unflatten(-1, heads)
+        x = x + self.attn_out(attend(self.layer, q, k, v).flatten(-2))
+        h = self.ff_norm(x)
+        return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
+
+
+class LLaDAModel(nn.Module):
+    """Embedding, blocks, final norm and head under the published name ``transformer``."""
+
+    def __init__(self, config: LLaDAConfig) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.embedding_size, config.d_model),
+                "blocks": nn.ModuleList(LLaDABlock(config, i) for i in range(config.n_layers)),
+                "ln_f": LLaDARMSNorm(config),
+                "ff_out": nn.Linear(config.d_model, config.embedding_size, bias=False),
+            }
+        )
+
+
+class LLaDAModelLM(PreTrainedModel):
+    """LLaDA with its language-model head; loads the published checkpoint layout unchanged.
+
+    PEFT adapters attach to ``q_proj``, ``k_proj``, ``v_proj`` and ``attn_out``.
+
+    Source: arXiv 2502.09992 and the published checkpoint's config; own code.
+    """
+
+    config_class = LLaDAConfig
+    config: LLaDAConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["LLaDABlock"]  # noqa: RUF012 - read by transformers as a plain list
+
+    def __init__(self, config: LLaDAConfig) -> None:
+        super().__init__(config)
+        self.model = LLaDAModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Return the token embedding."""
+        return self.model.transformer["wte"]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the token embedding."""
+        self.model.transformer["wte"] = value
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """Return the head."""
+        return self.model.transformer["ff_out"]
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the head."""
+        self.model.transformer["ff_out"] = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> MaskedLMOutput | tuple[Tensor, ...]:
+        """Run whole sequences; row i of the logits predicts position i (no shift).
+
+        Args:
+            input_ids: int64 ``[batch, length]``; or give ``inputs_embeds``.
+            attention_bias: What may be attended to, broadcastable to ``[batch, n_heads, length,
+                length]``: bool (True = visible) or float (added to the scores). None = everything
+                sees everything. Rows of one batch that differ in length must be told apart here.
+            inputs_embeds: ``[batch, length, d_model]`` in place of ``input_ids``.
+            attention_mask: Refused: use ``attention_bias``.
+            output_hidden_states: Also return the input of every layer and, last, the output of
+                the final norm: ``n_layers + 1`` tensors ``[batch, length, d_model]``.
+            return_dict: False = a plain tuple.
+
+        Returns:
+            ``logits`` ``[batch, length, embedding_size]`` and, if asked for, ``hidden_states``.
+
+        Raises:
+            ConfigError: If an ``attention_mask`` is given.
+        """
+        if attention_mask is not None:
+            raise ConfigError(
+                "attention_mask is refused: LLaDA is bidirectional, pass an attention_bias "
+                "[batch, 1, length, length] that says what each position may see"
+            )
+        parts = self.model.transformer
+        x = parts["wte"](input_ids) if inputs_embeds is None else inputs_embeds
+
+        def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.transpose(1, 2),
+                v.transpose(1, 2),
+                attn_mask=attention_bias,
+                enable_gqa=k.shape[2] != q.shape[2],
+            )
+            return out.transpose(1, 2)
+
+        rotary = _Rotary.at(torch.arange(x.shape[1], device=x.device), self.config, x.dtype)
+        hidden = [] if output_hidden_states else None
+        for block in parts["blocks"]:
+            if hidden is not None:
+                hidden.append(x)
+            x = block(x, rotary, attend)
+        x = parts["ln_f"](x)
+        if hidden is not None:
+            hidden.append(x)
+        output = MaskedLMOutput(
+            logits=parts["ff_out"](x), hidden_states=None if hidden is None else tuple(hidden)
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def forward_packed(self, input_ids: Tensor, layout: PackedLayout, cache: KVCache) -> Tensor:
+        """Run the new tokens of all rows once, and leave their keys and values in the cache.
+
+        Args:
+            input_ids: int64 ``[tokens]``, the rows' new tokens behind each other.
+            layout: Where each token belongs and what each row may see.
+            cache: Read up to each row's start, written from there on.
+
+        Returns:
+            Hidden states ``[tokens, d_model]`` after the final norm; :meth:`logits` takes any
+            selection of them. Linear layers cost O(tokens), attention O(padded group sizes).
+        """
+        parts = self.model.transformer
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.keys[layer], cache.values[layer]
+            keys.flatten(0, 1).index_copy_(0, layout.write_index, k)
+            values.flatten(0, 1).index_copy_(0, layout.write_index, v)
+            outs = [_attend_group(group, q, keys, values) for group in layout.groups]
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+        x = parts["wte"](input_ids)
+        rotary = _Rotary.at(layout.positions, self.config, x.dtype)
+        for block in parts["blocks"]:
+            x = block(x, rotary, attend)
+        return parts["ln_f"](x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits ``[..., embedding_size]`` of any final hidden states."""
+        return self.model.transformer["ff_out"](hidden)
+
+
+def _attend_group(group: AttentionGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend for one group of rows; ``[stop - start, heads, head_dim]``."""
+    q = q[group.start : group.stop]
+    heads, head_dim = q.shape[1:]
+    kv_heads = keys.shape[2]
+    share = heads // kv_heads
+    if group.pad is not None:
+        q = q[group.pad]  # [g, max_q, heads, head_dim]
+    # Query heads that share a key head become more queries of that head: no key is copied.
+    q = q.view(group.num_rows, -1, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+    max_q = q.shape[3]
+    bias = group.bias
+    if bias is not None and share > 1:
+        bias = bias.repeat(1, 1, share, 1)
+    out = F.scaled_dot_product_attention(
+        q.reshape(group.num_rows, kv_heads, share * max_q, head_dim),
+        keys[group.slots, : group.num_keys].transpose(1, 2),
+        values[group.slots, : group.num_keys].transpose(1, 2),
+        attn_mask=bias,
+    )
+    out = out.view(group.num_rows, kv_heads, share, max_q, head_dim).permute(0, 3, 1, 2, 4)
+    out = out.reshape(-1, heads, head_dim)
+    return out if group.unpad is None else out[group.unpad]
