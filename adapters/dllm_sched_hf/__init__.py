@@ -9,37 +9,50 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dllm_sched_hf.modeling_llada import (
-        LLaDAConfig as LLaDAConfig,
-        LLaDAModelLM as LLaDAModelLM,
-        block_causal_mask as block_causal_mask,
+    from dllm_sched_hf.engine import (
+        D2FEngine,
+        D2FOutput,
+        D2FRequest,
+        NonFiniteLogitsError,
+        StepOutOfMemoryError,
     )
+    from dllm_sched_hf.loading import load_model
+    from dllm_sched_hf.modeling_llada import LLaDAConfig, LLaDAModelLM, block_causal_mask
 
-_HOME = {
+__all__ = [
+    "D2FEngine",
+    "D2FOutput",
+    "D2FRequest",
+    "LLaDAConfig",
+    "LLaDAModelLM",
+    "NonFiniteLogitsError",
+    "StepOutOfMemoryError",
+    "block_causal_mask",
+    "load_model",
+]
+
+_MODULES = {
     "LLaDAConfig": "modeling_llada",
     "LLaDAModelLM": "modeling_llada",
     "block_causal_mask": "modeling_llada",
+    "load_model": "loading",
 }
-
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+_EXTRA = {"numpy", "peft", "safetensors", "torch", "transformers"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'engine')}"), name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in _EXTRA:
             raise
         raise ModuleNotFoundError(
-            f"dllm_sched_hf needs {error.name!r}: install dllm-sched[hf]", name=error.name
+            f"dllm_sched_hf.{name} needs {error.name!r}: install dllm-sched[hf]", name=error.name
         ) from error
 
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-_EXTRA = {"numpy", "peft", "safetensors", "torch", "transformers"}
