@@ -6,6 +6,7 @@ frozen class (benchmarks/README.md).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ __all__ = [
     "Released",
     "Row",
     "RowFailed",
+    "RowFate",
     "RowFinished",
     "StepBatch",
     "StepOutcome",
@@ -89,6 +91,14 @@ class RowFailed(NamedTuple):
 
     slot: int
     error: BaseException
+
+
+class RowFate(enum.Enum):
+    """What ``fail_step`` does with a row of the failed step."""
+
+    FAIL = "fail"  #: it ends with the step's error
+    RESTART = "restart"  #: it waits again, from nothing
+    KEEP = "keep"  #: it stays in its slot as it was before the step
 
 
 class StepOutcome(NamedTuple):

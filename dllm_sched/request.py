@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 
@@ -17,6 +17,8 @@ __all__ = ["FinishReason", "Phase", "Request", "RequestStatus", "RequestView"]
 class RequestStatus(enum.Enum):
     """Where a request is in its life; changed only by ``_lifecycle``."""
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, at every table look-up
+
     WAITING = "waiting"  #: queued, never ran
     RUNNING = "running"  #: holds a slot
     PREEMPTED = "preempted"  #: queued again after it gave its slot back
@@ -25,6 +27,8 @@ class RequestStatus(enum.Enum):
 
 class FinishReason(enum.Enum):
     """Why a request ended. Each ends with exactly one of these."""
+
+    __hash__ = object.__hash__  # see RequestStatus
 
     EOS = "eos"  #: the model committed a stop token
     LENGTH = "length"  #: the token budget was used up
@@ -37,6 +41,8 @@ class FinishReason(enum.Enum):
 
 class Phase(enum.Enum):
     """What a row's next forward costs; the engine reports changes, composition selects on it."""
+
+    __hash__ = object.__hash__  # see RequestStatus
 
     PREFILL = "prefill"  #: the prompt goes through the model for the first time
     REFRESH = "refresh"  #: the whole sequence is computed anew
@@ -71,12 +77,12 @@ def _duration(request: Request, field: attrs.Attribute[float], value: object) ->
         )
 
 
-def _identifier(request: Request, field: attrs.Attribute[str], value: object) -> None:
+def _identifier(request: Any, field: attrs.Attribute[str], value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"request: {field.name} must be a non-empty str, got {value!r}")
 
 
-def _hashable(request: Request, field: attrs.Attribute[Hashable], value: object) -> None:
+def _hashable(request: Any, field: attrs.Attribute[Any], value: object) -> None:
     try:
         hash(value)
     except TypeError as error:
@@ -131,3 +137,142 @@ class Request:
     def max_total_tokens(self) -> int:
         """Prompt plus the budget rounded up to whole blocks: the longest this row can get."""
         return self.prompt_len + self.max_blocks * self.block_length
+
+
+class _StepClock(Protocol):
+    """Counts the steps that every row of a cohort has taken part in."""
+
+    clock: int
+
+
+class RequestView:
+    """What a policy may see of one live request. Read-only; the scheduler keeps it current.
+
+    ``num_steps`` is derived: a row stores the difference to its cohort's step clock, so a step
+    costs nothing per row.
+    """
+
+    __slots__ = (
+        "_admitted_at",
+        "_arrived_at",
+        "_cohort",
+        "_entry",
+        "_expire_at",
+        "_expire_reason",
+        "_index",
+        "_join_number",
+        "_knobs",
+        "_knobs_until",
+        "_kv_tokens",
+        "_lane",
+        "_masked_remaining",
+        "_max_tokens",
+        "_num_blocks_done",
+        "_num_pages",
+        "_phase",
+        "_resumed",
+        "_sequence",
+        "_slot",
+        "_status",
+        "_step_limit",
+        "_steps_base",
+        "request",
+    )
+
+    def __init__(self, request: Request, sequence: int, now: float, max_tokens: int) -> None:
+        self.request = request
+        self._sequence = sequence
+        self._arrived_at = now
+        self._max_tokens = max_tokens
+        self._status = RequestStatus.WAITING
+        self._admitted_at: float | None = None
+        self._slot: int | None = None
+        self._phase = Phase.PREFILL
+        self._num_blocks_done = 0
+        self._kv_tokens = 0
+        self._num_pages = 0
+        self._steps_base = 0
+        self._cohort: _StepClock | None = None
+        self._index = -1
+        self._resumed = False
+        self._join_number = -1
+        self._masked_remaining: int | None = None
+        self._expire_at = math.inf
+        self._expire_reason = FinishReason.DEADLINE
+        self._step_limit: float = math.inf
+        self._knobs: Any = None
+        self._knobs_until = math.inf
+        self._lane: Any = None
+        self._entry: Any = None
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.id
+
+    @property
+    def status(self) -> RequestStatus:
+        """Where the request is in its life."""
+        return self._status
+
+    @property
+    def sequence(self) -> int:
+        """Arrival number: the last word of every order; kept through preemption."""
+        return self._sequence
+
+    @property
+    def arrived_at(self) -> float:
+        """Instant of submission, seconds."""
+        return self._arrived_at
+
+    @property
+    def admitted_at(self) -> float | None:
+        """Instant of the first admission, seconds; None before it."""
+        return self._admitted_at
+
+    @property
+    def slot(self) -> int | None:
+        """Slot held, or None while waiting."""
+        return self._slot
+
+    @property
+    def phase(self) -> Phase:
+        """What the next forward of this row is, as the engine last said."""
+        return self._phase
+
+    @property
+    def num_steps(self) -> int:
+        """Denoising steps completed since the last restart. O(1)."""
+        cohort = self._cohort
+        return self._steps_base if cohort is None else self._steps_base + cohort.clock
+
+    @property
+    def num_blocks_done(self) -> int:
+        """Completed blocks, as last reported."""
+        return self._num_blocks_done
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the KV cache, as last reported; 0 before the first report."""
+        return self._kv_tokens
+
+    @property
+    def num_pages(self) -> int:
+        """KV pages held; 0 while waiting."""
+        return self._num_pages
+
+    @property
+    def max_tokens(self) -> int:
+        """Upper bound of the tokens its next forward takes (at a join: with the prompt)."""
+        return self._max_tokens
+
+    @property
+    def masked_remaining(self) -> int | None:
+        """Masked positions left, for policies that need progress; None if never reported."""
+        return self._masked_remaining
+
+    def __repr__(self) -> str:
+        return (
+            f"<RequestView {self.request.id!r} {self._status.value} slot={self._slot} "
+            f"steps={self.num_steps} blocks={self._num_blocks_done}/{self.request.max_blocks}>"
+        )

@@ -1,0 +1,266 @@
+"""The waiting queue: lanes of flat heap entries, O(log n), with lazy deletion.
+
+An entry is ``(*key, sequence, view)``. Keys are numbers of one length, sequence numbers are
+unique, so a comparison never reaches the view.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from dllm_sched.request import RequestStatus, RequestView
+from dllm_sched.view import Lane
+
+__all__ = ["KeyQueue", "LaneQueue", "LazyHeap", "WaitingQueue"]
+
+Entry = tuple[Any, ...]
+
+_FINISHED = RequestStatus.FINISHED
+_SMALL = 64  # heaps below this size are not worth compacting
+
+
+class LaneQueue:
+    """The waiting requests of one lane."""
+
+    __slots__ = ("heap", "key_queue", "lane", "parked", "size")
+
+    def __init__(self, lane: Lane, key_queue: KeyQueue) -> None:
+        self.lane = lane
+        self.key_queue = key_queue
+        self.heap: list[Entry] = []
+        self.size = 0  # live entries
+        self.parked = False
+
+
+class KeyQueue:
+    """What is waiting under one batch_key: the unit that a batch starts from."""
+
+    __slots__ = ("arrivals", "batch_key", "lanes", "size")
+
+    def __init__(self, batch_key: Hashable) -> None:
+        self.batch_key = batch_key
+        self.size = 0
+        self.lanes: dict[Lane, LaneQueue] = {}
+        self.arrivals: list[tuple[int, RequestView]] = []
+
+
+class WaitingQueue:
+    """Lanes in one total order.
+
+    ``heads`` holds each lane's first entry; an entry there that is no longer its lane's first is
+    skipped when it comes up. So a round costs O(log n) per head it looks at, however many lanes.
+    """
+
+    __slots__ = ("_by_class", "_heads", "_track_arrivals", "keys", "lanes", "size")
+
+    def __init__(self, *, by_class: bool, track_arrivals: bool) -> None:
+        self._by_class = by_class
+        self._track_arrivals = track_arrivals
+        self._heads: list[Entry] = []
+        self.lanes: dict[Lane, LaneQueue] = {}
+        self.keys: dict[Hashable, KeyQueue] = {}
+        self.size = 0
+
+    def lane_of(self, view: RequestView) -> Lane:
+        """The lane a request belongs to; without lanes declared, one per batch_key."""
+        request = view.request
+        return (request.request_class if self._by_class else "", request.batch_key)
+
+    def push(self, view: RequestView, key: tuple[float, ...]) -> None:
+        """Add a request under its sort key. O(log n)."""
+        lane_id = self.lane_of(view)
+        lane = self.lanes.get(lane_id)
+        if lane is None:
+            lane = self._open(lane_id)
+        entry: Entry = (*key, view._sequence, view)
+        view._lane = lane
+        view._entry = entry
+        heap = lane.heap
+        heappush(heap, entry)
+        lane.size += 1
+        key_queue = lane.key_queue
+        key_queue.size += 1
+        self.size += 1
+        if heap[0] is entry:
+            heappush(self._heads, entry)
+        if self._track_arrivals:
+            heappush(key_queue.arrivals, (view._sequence, view))
+
+    def _open(self, lane_id: Lane) -> LaneQueue:
+        key_queue = self.keys.get(lane_id[1])
+        if key_queue is None:
+            key_queue = self.keys[lane_id[1]] = KeyQueue(lane_id[1])
+        lane = self.lanes[lane_id] = key_queue.lanes[lane_id] = LaneQueue(lane_id, key_queue)
+        return lane
+
+    def peek(self) -> RequestView | None:
+        """The first request in the total order among lanes that are not parked. O(log n)."""
+        heads = self._heads
+        while heads:
+            entry = heads[0]
+            view: RequestView = entry[-1]
+            lane: LaneQueue | None = view._lane
+            if lane is not None and view._entry is entry:
+                if not lane.parked and lane.heap and lane.heap[0] is entry:
+                    return view
+            heappop(heads)
+        return None
+
+    def pop(self) -> RequestView:
+        """Take the request that ``peek`` just returned out of its heap. O(log n).
+
+        It stays counted until ``settle_pop`` or comes back by ``restore``.
+        """
+        entry = heappop(self._heads)
+        view: RequestView = entry[-1]
+        heappop(view._lane.heap)
+        self._show_head(view._lane)
+        return view
+
+    def _show_head(self, lane: LaneQueue) -> None:
+        """Drop dead entries from the top of a lane and put its first live one among the heads."""
+        heap = lane.heap
+        while heap:
+            entry = heap[0]
+            if entry[-1]._entry is entry:
+                if not lane.parked:
+                    heappush(self._heads, entry)
+                return
+            heappop(heap)
+
+    def restore(self, view: RequestView) -> None:
+        """Undo ``pop``. O(log n)."""
+        lane: LaneQueue = view._lane
+        heappush(lane.heap, view._entry)
+        if lane.heap[0] is view._entry and not lane.parked:
+            heappush(self._heads, view._entry)
+
+    def settle_pop(self, view: RequestView) -> None:
+        """Make ``pop`` final: the request no longer waits. O(1)."""
+        self._uncount(view)
+
+    def discard(self, view: RequestView) -> None:
+        """Remove a waiting request that was not popped. Amortised O(log n), deleted lazily."""
+        lane: LaneQueue = view._lane
+        entry = view._entry
+        self._uncount(view)
+        if lane.size == 0:
+            lane.heap.clear()
+        elif lane.heap[0] is entry:
+            self._show_head(lane)
+        elif len(lane.heap) > _SMALL and len(lane.heap) > 2 * lane.size:
+            lane.heap = [e for e in lane.heap if e[-1]._entry is e]
+            heapify(lane.heap)
+        if len(self._heads) > _SMALL and len(self._heads) > 2 * (len(self.lanes) + lane.size):
+            self._rebuild_heads()
+
+    def _uncount(self, view: RequestView) -> None:
+        lane: LaneQueue = view._lane
+        key_queue = lane.key_queue
+        view._lane = None
+        view._entry = None
+        lane.size -= 1
+        key_queue.size -= 1
+        self.size -= 1
+        if lane.size == 0 and not lane.parked:
+            self._close(lane)
+        elif self._track_arrivals:
+            arrivals = key_queue.arrivals
+            if len(arrivals) > _SMALL and len(arrivals) > 2 * key_queue.size:
+                key_queue.arrivals = [a for a in arrivals if a[1]._lane is not None]
+                heapify(key_queue.arrivals)
+
+    def _close(self, lane: LaneQueue) -> None:
+        key_queue = lane.key_queue
+        del self.lanes[lane.lane]
+        del key_queue.lanes[lane.lane]
+        if not key_queue.lanes:
+            del self.keys[key_queue.batch_key]
+
+    def _rebuild_heads(self) -> None:
+        self._heads = []
+        for lane in self.lanes.values():
+            self._show_head(lane)
+
+    def park(self, lane: LaneQueue) -> None:
+        """Leave a lane out of ``peek`` until ``unpark``. O(1)."""
+        lane.parked = True
+
+    def unpark(self, lane: LaneQueue) -> None:
+        """Bring a parked lane back. O(log n)."""
+        lane.parked = False
+        if lane.size == 0:
+            self._close(lane)
+        else:
+            self._show_head(lane)
+
+    def oldest_arrival_at(self, key_queue: KeyQueue) -> float:
+        """Arrival instant of the oldest request under a batch_key, ``inf`` if none. O(log n)."""
+        arrivals = key_queue.arrivals
+        while arrivals:
+            view = arrivals[0][1]
+            if view._lane is not None:
+                return view._arrived_at
+            heappop(arrivals)
+        return math.inf
+
+    def __iter__(self) -> Iterator[RequestView]:
+        """Every waiting request, in no order. O(n): for policy swaps and checks only."""
+        for lane in self.lanes.values():
+            for entry in lane.heap:
+                if entry[-1]._entry is entry:
+                    yield entry[-1]
+
+
+class LazyHeap:
+    """Instants with lazy deletion: an entry counts while its request still names that instant."""
+
+    __slots__ = ("_current", "_heap", "_live")
+
+    def __init__(self, current: Callable[[RequestView], float]) -> None:
+        self._current = current
+        self._heap: list[tuple[float, int, RequestView]] = []
+        self._live = _SMALL
+
+    def push(self, instant: float, view: RequestView) -> None:
+        """Add an instant. Amortised O(log n): stale entries are dropped when they prevail."""
+        heap = self._heap
+        heappush(heap, (instant, view._sequence, view))
+        if len(heap) > 2 * self._live:
+            self._heap = [e for e in heap if self._is_live(e)]
+            heapify(self._heap)
+            self._live = max(_SMALL, len(self._heap))
+
+    def _is_live(self, entry: tuple[float, int, RequestView]) -> bool:
+        view = entry[2]
+        return view._status is not _FINISHED and self._current(view) == entry[0]
+
+    def first(self) -> float:
+        """The earliest live instant, ``inf`` if none. Amortised O(log n)."""
+        heap = self._heap
+        while heap:
+            if self._is_live(heap[0]):
+                return heap[0][0]
+            heappop(heap)
+        return math.inf
+
+    def pop_due(self, now: float) -> list[RequestView]:
+        """Take every request whose instant is at or before ``now``, each once, in time order."""
+        due: list[RequestView] = []
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            entry = heappop(heap)
+            if self._is_live(entry) and (not due or due[-1] is not entry[2]):
+                due.append(entry[2])
+        return due
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._heap.clear()
+        self._live = _SMALL
+
+    def __len__(self) -> int:
+        return len(self._heap)

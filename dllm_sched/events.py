@@ -1,0 +1,245 @@
+"""One frozen value per public call and per decision, and their JSON-lines form.
+
+Every event has ``at`` (seconds, the ``now`` of its call). Events of steps carry counts, never
+rows: an observer must not turn a step's cost into one that grows with the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from dllm_sched.errors import ConfigError
+from dllm_sched.request import FinishReason, Phase, Request
+
+__all__ = [
+    "BlockDone",
+    "CapacitySet",
+    "DrainStarted",
+    "Event",
+    "Paused",
+    "PhaseChanged",
+    "PolicySet",
+    "RequestFinished",
+    "RequestJoined",
+    "RequestPreempted",
+    "RequestRejected",
+    "RequestSubmitted",
+    "Resumed",
+    "StepCompleted",
+    "StepFailed",
+    "StepPlanned",
+    "from_json",
+    "to_json",
+]
+
+
+class RequestSubmitted(NamedTuple):
+    """``submit`` took a request."""
+
+    at: float
+    request: Request
+
+
+class RequestRejected(NamedTuple):
+    """``submit`` refused a request."""
+
+    at: float
+    request: Request
+    reason: str
+
+
+class RequestJoined(NamedTuple):
+    """A waiting request got a slot."""
+
+    at: float
+    request_id: str
+    slot: int
+    step_id: int  #: the step it joins
+    waited_s: float  #: since its arrival
+    resumed: bool
+
+
+class RequestPreempted(NamedTuple):
+    """A row went back to the queue, at its old place in the order."""
+
+    at: float
+    request_id: str
+    slot: int
+    kept: bool  #: with its progress
+
+
+class RequestFinished(NamedTuple):
+    """A request ended."""
+
+    at: float
+    request_id: str
+    reason: FinishReason
+    arrived_at: float
+    admitted_at: float | None
+    num_steps: int
+    num_blocks_done: int
+
+
+class BlockDone(NamedTuple):
+    """A row completed blocks."""
+
+    at: float
+    request_id: str
+    num_blocks_done: int
+    kv_tokens: int
+    num_steps: int
+
+
+class PhaseChanged(NamedTuple):
+    """A row's next forward is of another kind."""
+
+    at: float
+    request_id: str
+    phase: Phase
+
+
+class StepPlanned(NamedTuple):
+    """``next_step`` handed out a batch."""
+
+    at: float
+    step_id: int
+    num_rows: int
+    num_joined: int
+    num_waiting: int
+
+
+class StepCompleted(NamedTuple):
+    """``complete_step`` took an outcome."""
+
+    at: float
+    step_id: int
+    num_rows: int
+    steps: int
+
+
+class StepFailed(NamedTuple):
+    """``fail_step`` took an error; nobody advanced."""
+
+    at: float
+    step_id: int
+    num_rows: int
+    error: str
+
+
+class PolicySet(NamedTuple):
+    """``set_policy``, also the first one at construction."""
+
+    at: float
+    policy: str
+
+
+class CapacitySet(NamedTuple):
+    """``set_capacity``."""
+
+    at: float
+    max_num_seqs: int
+    num_pages: int | None
+
+
+class Paused(NamedTuple):
+    """``pause``."""
+
+    at: float
+
+
+class Resumed(NamedTuple):
+    """``resume``."""
+
+    at: float
+
+
+class DrainStarted(NamedTuple):
+    """``drain``."""
+
+    at: float
+
+
+Event = (
+    RequestSubmitted
+    | RequestRejected
+    | RequestJoined
+    | RequestPreempted
+    | RequestFinished
+    | BlockDone
+    | PhaseChanged
+    | StepPlanned
+    | StepCompleted
+    | StepFailed
+    | PolicySet
+    | CapacitySet
+    | Paused
+    | Resumed
+    | DrainStarted
+)
+
+_TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Event.__args__}
+_ENUMS: dict[str, type[FinishReason] | type[Phase]] = {"reason": FinishReason, "phase": Phase}
+_REQUEST_FIELDS = (
+    "id",
+    "prompt_len",
+    "max_new_tokens",
+    "block_length",
+    "priority",
+    "deadline_at",
+    "queue_timeout_s",
+    "request_class",
+    "batch_key",
+    "tenant",
+    "group",
+)
+
+
+def _plain(value: Any) -> Any:
+    """A value in strict JSON: infinities as words, since JSON has none."""
+    if isinstance(value, Request):
+        return {name: _plain(getattr(value, name)) for name in _REQUEST_FIELDS}
+    if isinstance(value, FinishReason | Phase):
+        return value.value
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value
+
+
+def to_json(event: Event) -> str:
+    """Write an event as one line of strict JSON, ``{"event": name, field: value, ...}``.
+
+    A request's payload stays with the caller and is not written.
+
+    Raises:
+        TypeError: If a request's class or batch key has no JSON form.
+    """
+    fields = {name: _plain(value) for name, value in zip(event._fields, event, strict=True)}
+    return json.dumps({"event": type(event).__name__, **fields}, allow_nan=False)
+
+
+def from_json(line: str) -> Event:
+    """Read what ``to_json`` wrote.
+
+    Raises:
+        ConfigError: If the line is not one of these events; says what is wrong with it.
+    """
+    try:
+        fields = json.loads(line)
+        kind = _TYPES[fields.pop("event")]
+        if "request" in fields:
+            fields["request"] = Request(**{k: _number(v) for k, v in fields["request"].items()})
+        for name, enum_type in _ENUMS.items():
+            if name in fields and kind is not RequestRejected:
+                fields[name] = enum_type(fields[name])
+        event: Event = kind(**{k: _number(v) for k, v in fields.items()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"not an event: {line[:200]!r} ({error!r})") from error
+    return event
+
+
+def _number(value: Any) -> Any:
+    if value == "inf":
+        return math.inf
+    return -math.inf if value == "-inf" else value

@@ -1,0 +1,58 @@
+"""Strategies for the six axes, and presets that put them together."""
+
+from dllm_sched.policies.admission import (
+    AtBatchBoundary,
+    AtBlockBoundary,
+    MaxWaiting,
+    Slots,
+    TokenBudget,
+)
+from dllm_sched.policies.base import (
+    ALL,
+    KEEP,
+    RESTART,
+    Admission,
+    Composition,
+    Control,
+    Eviction,
+    Ordering,
+    Policy,
+    Strategy,
+    Timeout,
+    Verdict,
+)
+from dllm_sched.policies.composition import AllRows
+from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
+from dllm_sched.policies.ordering import FCFS, EarliestDeadline, PriorityFirst, ShortestBudget
+from dllm_sched.policies.timeout import Fill, MaxWait, PoissonTimeout
+
+__all__ = [
+    "ALL",
+    "FCFS",
+    "KEEP",
+    "RESTART",
+    "Admission",
+    "AllRows",
+    "AtBatchBoundary",
+    "AtBlockBoundary",
+    "Composition",
+    "Control",
+    "EarliestDeadline",
+    "Eviction",
+    "Fill",
+    "MaxWait",
+    "MaxWaiting",
+    "Ordering",
+    "PastDeadline",
+    "PoissonTimeout",
+    "Policy",
+    "PriorityFirst",
+    "ShortestBudget",
+    "Slots",
+    "StepCap",
+    "Strategy",
+    "Timeout",
+    "TokenBudget",
+    "Verdict",
+    "YoungestFirst",
+]

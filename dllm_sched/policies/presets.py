@@ -1,0 +1,88 @@
+"""Ready policies: functions that put strategies together. Change an axis with ``attrs.evolve``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dllm_sched.errors import ConfigError
+from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots
+from dllm_sched.policies.base import Policy
+from dllm_sched.policies.eviction import PastDeadline
+from dllm_sched.policies.timeout import Fill, MaxWait
+
+__all__ = ["PRESETS", "block_refill", "by_name", "continuous", "fixed_fill", "per_request"]
+
+
+def per_request() -> Policy:
+    """One request at a time: the baseline that every batching gain is measured against."""
+    return Policy(admission=Slots(1), eviction=PastDeadline(), name="per_request")
+
+
+def fixed_fill(batch_size: int, timeout_s: float = math.inf) -> Policy:
+    """Wait for ``batch_size`` requests or ``timeout_s``, then run that batch to its end.
+
+    Args:
+        batch_size: Rows, >= 1.
+        timeout_s: Longest wait of the oldest request while the engine is idle, seconds, >= 0;
+            ``inf``: only a full batch starts (except while draining).
+
+    Source:
+        Fixed-fill synchronised batching (arXiv 2608.23807).
+    """
+    timeout = Fill(batch_size) | MaxWait(timeout_s) if timeout_s != math.inf else Fill(batch_size)
+    return Policy(
+        admission=Slots(batch_size) & AtBatchBoundary(),
+        timeout=timeout,
+        eviction=PastDeadline(),
+        name="fixed_fill",
+    )
+
+
+def continuous(batch_size: int) -> Policy:
+    """Refill a slot at the very next step after it is free: step-level batching.
+
+    Args:
+        batch_size: Rows, >= 1.
+    """
+    return Policy(admission=Slots(batch_size), eviction=PastDeadline(), name="continuous")
+
+
+def block_refill(batch_size: int) -> Policy:
+    """Refill only at block boundaries.
+
+    Args:
+        batch_size: Rows, >= 1.
+
+    Source:
+        BlockServe's cycle (arXiv 2607.08930); see ``AtBlockBoundary``.
+    """
+    return Policy(
+        admission=Slots(batch_size) & AtBlockBoundary(),
+        eviction=PastDeadline(),
+        name="block_refill",
+    )
+
+
+PRESETS: dict[str, Callable[..., Policy]] = {
+    preset.__name__: preset for preset in (per_request, fixed_fill, continuous, block_refill)
+}
+
+
+def by_name(name: str, **arguments: Any) -> Policy:
+    """Build a preset by its name; for command lines and configuration files.
+
+    Raises:
+        ConfigError: If there is no such preset, or it does not take these arguments.
+    """
+    try:
+        preset = PRESETS[name]
+    except KeyError:
+        raise ConfigError(
+            f"unknown policy {name!r}; known: {', '.join(sorted(PRESETS))}"
+        ) from None
+    try:
+        return preset(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"policy {name!r}: {error}") from error
