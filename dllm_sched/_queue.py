@@ -207,6 +207,10 @@ class WaitingQueue:
             heappop(arrivals)
         return math.inf
 
+    def by_lane(self) -> dict[Lane, int]:
+        """Waiting requests per lane. O(lanes)."""
+        return {lane_id: lane.size for lane_id, lane in self.lanes.items()}
+
     def __iter__(self) -> Iterator[RequestView]:
         """Every waiting request, in no order. O(n): for policy swaps and checks only."""
         for lane in self.lanes.values():
@@ -257,10 +261,6 @@ class LazyHeap:
                 due.append(entry[2])
         return due
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._heap.clear()
-        self._live = _SMALL
-
-    def __len__(self) -> int:
-        return len(self._heap)
+    def __iter__(self) -> Iterator[tuple[float, int, RequestView]]:
+        """Every entry, stale ones included, in no order."""
+        return iter(self._heap)

@@ -1,29 +1,34 @@
-"""The running rows: cohorts that step together, grouped by batch_key."""
+"""The running rows: who holds which slot and pages, and cohorts that step together."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from heapq import heappop, heappush
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import Any
 
-from dllm_sched.batch import Row
+from dllm_sched.batch import Knobs, Row
+from dllm_sched.capacity import Capacity
+from dllm_sched.errors import InvariantError
 from dllm_sched.policies.base import ALL
-from dllm_sched.request import Phase, RequestView
+from dllm_sched.request import Phase, RequestStatus, RequestView
+from dllm_sched.view import Lane
 
-__all__ = ["Cohort", "KeyRows"]
+__all__ = ["Cohort", "KeyRows", "RunningSet"]
 
 _INF = math.inf
 _PHASES = tuple(Phase)
+_RUNNING = RequestStatus.RUNNING
+_SMALL = 64  # lists below this size are not worth compacting
 
 
 class Cohort:
     """Running rows of one batch_key and phase, and the clock of their common steps."""
 
-    __slots__ = ("_tuple", "clock", "limits", "phase", "rows", "views")
+    __slots__ = ("_tuple", "clock", "limits", "rows", "views")
 
-    def __init__(self, phase: Phase) -> None:
-        self.phase = phase
+    def __init__(self) -> None:
         self.clock = 0
         self.rows: list[Row] = []
         self.views: list[RequestView] = []
@@ -31,29 +36,26 @@ class Cohort:
         self._tuple: tuple[Row, ...] | None = ()
 
     def tuple(self) -> tuple[Row, ...]:
+        """The rows; the same object until one changes."""
         rows = self._tuple
         if rows is None:
             rows = self._tuple = tuple(self.rows)
         return rows
 
     def add(self, view: RequestView, row: Row) -> None:
+        """Take a row in; its step count goes on from where it was. O(1)."""
         view._cohort = self
         view._index = len(self.rows)
         view._steps_base -= self.clock
         self.rows.append(row)
         self.views.append(view)
         self._tuple = None
-        self.push_limit(view)
-
-    def push_limit(self, view: RequestView) -> None:
-        """Note at which clock a row meets its step cap. O(log n), nothing without a cap."""
         if view._step_limit != _INF:
-            heappush(self.limits, (view._step_limit - view._steps_base, view._sequence, view))
+            self.push_limit(view)
 
-    def remove(self, view: RequestView) -> Row:
+    def remove(self, view: RequestView) -> None:
         """Take a row out; the last one fills its place, so that it costs O(1)."""
         rows, views, index = self.rows, self.views, view._index
-        row = rows[index]
         last_row, last_view = rows.pop(), views.pop()
         if last_view is not view:
             rows[index] = last_row
@@ -63,19 +65,30 @@ class Cohort:
         view._cohort = None
         view._index = -1
         self._tuple = None
-        return row
 
     def replace(self, view: RequestView, row: Row) -> None:
+        """Put another row value in a row's place. O(1)."""
         self.rows[view._index] = row
         self._tuple = None
 
+    def push_limit(self, view: RequestView) -> None:
+        """Note at which clock a row meets its step cap. O(log n)."""
+        limits = self.limits
+        heappush(limits, (view._step_limit - view._steps_base, view._sequence, view))
+        if len(limits) > _SMALL and len(limits) > 2 * len(self.rows):
+            self.limits = [entry for entry in limits if self._is_live(entry)]
+            heapify(self.limits)
+
+    def _is_live(self, entry: tuple[float, int, RequestView]) -> bool:
+        clock, _, view = entry
+        return view._cohort is self and view._step_limit - view._steps_base == clock
+
     def next_limit(self) -> float:
-        """The clock at which the next step cap is met."""
+        """The clock at which the next step cap is met, ``inf`` if none. Amortised O(log n)."""
         limits = self.limits
         while limits:
-            clock, _, view = limits[0]
-            if view._cohort is self and view._step_limit - view._steps_base == clock:
-                return clock
+            if self._is_live(limits[0]):
+                return limits[0][0]
             heappop(limits)
         return _INF
 
@@ -90,14 +103,23 @@ class KeyRows:
         self.cohorts: dict[Phase, Cohort] = {}
         self.size = 0
 
+    def cohort(self, phase: Phase) -> Cohort:
+        """The cohort of a phase."""
+        cohort = self.cohorts.get(phase)
+        if cohort is None:
+            cohort = self.cohorts[phase] = Cohort()
+        return cohort
+
     def select(self, phases: Any) -> tuple[tuple[Row, ...], tuple[Cohort, ...]]:
-        """Rows and cohorts of the phases (``ALL`` for every one): at most one copy."""
+        """Rows and cohorts of some phases (``ALL``: every one), with at most one copy."""
         chosen = tuple(
-            cohort
-            for phase in _PHASES
-            if (cohort := self.cohorts.get(phase)) is not None
-            and cohort.rows
-            and (phases is ALL or phase in phases)
+            [
+                cohort
+                for phase in _PHASES
+                if (cohort := self.cohorts.get(phase)) is not None
+                and cohort.rows
+                and (phases is ALL or phase in phases)
+            ]
         )
         if len(chosen) == 1:
             return chosen[0].tuple(), chosen
@@ -105,3 +127,279 @@ class KeyRows:
         for cohort in chosen:
             rows += cohort.tuple()
         return rows, chosen
+
+
+class RunningSet:
+    """Slots, pages and cohorts. Knows no queue, no policy and no time."""
+
+    __slots__ = (
+        "_by_lane",
+        "_joins",
+        "_keep_joins",
+        "_keep_lanes",
+        "_keep_lengths",
+        "_lengths",
+        "capacity",
+        "free_pages",
+        "free_slots",
+        "keys",
+        "num_joined",
+        "size",
+        "slots",
+        "tokens",
+        "turns",
+    )
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.slots: list[RequestView | None] = [None] * capacity.max_num_seqs
+        self.free_slots = list(range(capacity.max_num_seqs - 1, -1, -1))  # the lowest goes first
+        self.free_pages = capacity.num_pages or 0
+        self.size = 0
+        self.tokens = 0  # sum of the rows' max_tokens
+        self.num_joined = 0  # ever
+        self.keys: dict[Hashable, KeyRows] = {}
+        self.turns: deque[KeyRows] = deque()
+        self._keep_joins = False
+        self._keep_lanes = False
+        self._keep_lengths = False
+        self._joins: list[tuple[int, RequestView]] = []  # in order of admission
+        self._by_lane: dict[Lane, int] = {}
+        self._lengths: list[tuple[int, int, RequestView]] = []  # heap, longest first
+
+    # --- rows ---------------------------------------------------------------------------------
+
+    def join(self, view: RequestView, knobs: Knobs) -> int:
+        """Give a request a slot, pages and a place in a cohort. O(log n)."""
+        request = view.request
+        slot = self.free_slots.pop()
+        self.slots[slot] = view
+        view._slot = slot
+        view._join_number = self.num_joined
+        self.num_joined += 1
+        memory = self.capacity.memory
+        if memory is not None:
+            view._num_pages = memory.pages(request, view._kv_tokens or request.prompt_len)
+            self.free_pages -= view._num_pages
+        self.size += 1
+        self.tokens += view._max_tokens
+        view._knobs = knobs
+        key_rows = self.keys.get(request.batch_key)
+        if key_rows is None:
+            key_rows = self.keys[request.batch_key] = KeyRows(request.batch_key)
+            self.turns.append(key_rows)
+        key_rows.size += 1
+        phase = view._phase
+        key_rows.cohort(phase).add(
+            view, Row(slot, request, phase, view._max_tokens, knobs, view._resumed)
+        )
+        if self._keep_joins or self._keep_lanes or self._keep_lengths:
+            self._count(view)
+        return slot
+
+    def leave(self, view: RequestView) -> None:
+        """Take a row out of its cohort; slot and pages stay until ``free``. O(1)."""
+        cohort_of(view).remove(view)
+        key = view.request.batch_key
+        key_rows = self.keys[key]
+        key_rows.size -= 1
+        if not key_rows.size:
+            del self.keys[key]
+            self.turns.remove(key_rows)
+        self.size -= 1
+        self.tokens -= view._max_tokens
+        if self._keep_lanes:
+            lane = lane_of(view)
+            left = self._by_lane[lane] - 1
+            if left:
+                self._by_lane[lane] = left
+            else:
+                del self._by_lane[lane]
+
+    def free(self, view: RequestView) -> int:
+        """Take slot and pages back from a row that left. O(1)."""
+        slot = view._slot
+        if slot is None:
+            raise InvariantError(f"request {view.request.id!r} holds no slot")
+        self.slots[slot] = None
+        view._slot = None
+        if slot < self.capacity.max_num_seqs:
+            self.free_slots.append(slot)
+        self.free_pages += view._num_pages
+        view._num_pages = 0
+        return slot
+
+    def move(self, view: RequestView, phase: Phase) -> None:
+        """Put a row into another phase. O(1), O(log n) with a step cap."""
+        cohort_of(view).remove(view)
+        tokens = self.capacity.max_tokens(view.request, phase)
+        self.tokens += tokens - view._max_tokens
+        view._max_tokens = tokens
+        view._phase = phase
+        self.keys[view.request.batch_key].cohort(phase).add(view, self._row(view))
+
+    def set_knobs(self, view: RequestView, knobs: Knobs) -> None:
+        """Give a row other knobs. O(1)."""
+        view._knobs = knobs
+        cohort_of(view).replace(view, self._row(view))
+
+    def _row(self, view: RequestView) -> Row:
+        slot = view._slot
+        if slot is None:
+            raise InvariantError(f"request {view.request.id!r} holds no slot")
+        return Row(slot, view.request, view._phase, view._max_tokens, view._knobs, view._resumed)
+
+    # --- pages --------------------------------------------------------------------------------
+
+    def lacks(self, view: RequestView) -> int:
+        """Pages that a row must get before its next step. O(1)."""
+        memory = self.capacity.memory
+        if memory is None:
+            return 0
+        return max(0, memory.pages(view.request, view._kv_tokens) - view._num_pages)
+
+    def grow(self, view: RequestView, pages: int) -> None:
+        """Give a row more pages. O(1)."""
+        self.free_pages -= pages
+        view._num_pages += pages
+
+    def set_capacity(self, capacity: Capacity) -> None:
+        """Change the limits; rows above a smaller one stay. O(slots)."""
+        self.free_pages += (capacity.num_pages or 0) - (self.capacity.num_pages or 0)
+        self.capacity = capacity
+        self.slots.extend([None] * (capacity.max_num_seqs - len(self.slots)))
+        slots = range(capacity.max_num_seqs - 1, -1, -1)
+        self.free_slots = [slot for slot in slots if self.slots[slot] is None]
+
+    # --- counts that only some policies need -----------------------------------------------------
+
+    def keep(self, *, joins: bool, lanes: bool, lengths: bool) -> None:
+        """Choose which counts are kept from now on, and take them anew. O(rows log rows)."""
+        self._keep_joins = joins
+        self._keep_lanes = lanes
+        self._keep_lengths = lengths
+        self._joins = []
+        self._by_lane = {}
+        self._lengths = []
+        for view in sorted(self.rows(), key=lambda view: view._join_number):
+            self._count(view)
+
+    def _count(self, view: RequestView) -> None:
+        if self._keep_joins:
+            joins = self._joins
+            joins.append((view._join_number, view))
+            if len(joins) > _SMALL and len(joins) > 2 * self.size:
+                self._joins = [join for join in joins if _is_join(join)]
+        if self._keep_lanes:
+            lane = lane_of(view)
+            self._by_lane[lane] = self._by_lane.get(lane, 0) + 1
+        if self._keep_lengths:
+            lengths = self._lengths
+            heappush(lengths, (-view.request.max_total_tokens, view._join_number, view))
+            if len(lengths) > _SMALL and len(lengths) > 2 * self.size:
+                self._lengths = [entry for entry in lengths if _is_join(entry[1:])]
+                heapify(self._lengths)
+
+    def by_lane(self) -> dict[Lane, int]:
+        """Rows per lane. O(lanes)."""
+        return dict(self._by_lane)
+
+    def by_phase(self) -> dict[Phase, int]:
+        """Rows per phase. O(batch_keys)."""
+        counts = dict.fromkeys(_PHASES, 0)
+        for key_rows in self.keys.values():
+            for phase, cohort in key_rows.cohorts.items():
+                counts[phase] += len(cohort.rows)
+        return counts
+
+    def longest(self) -> int:
+        """The longest ``max_total_tokens`` among the rows, 0 if none. Amortised O(log n)."""
+        lengths = self._lengths
+        while lengths:
+            if _is_join(lengths[0][1:]):
+                return -lengths[0][0]
+            heappop(lengths)
+        return 0
+
+    def youngest(self) -> Iterator[RequestView]:
+        """Rows, last admitted first. O(1) for each one taken."""
+        joins = self._joins
+        while joins and not _is_join(joins[-1]):
+            joins.pop()
+        return (join[1] for join in reversed(joins) if _is_join(join))
+
+    def rows(self) -> list[RequestView]:
+        """Every running row, in slot order. O(slots)."""
+        return [view for view in self.slots if view is not None and view._status is _RUNNING]
+
+    # --- steps --------------------------------------------------------------------------------
+
+    def take_turn(
+        self, phases: Any, chosen: tuple[RequestView, ...] | None
+    ) -> tuple[int, tuple[Row, ...], tuple[Cohort, ...], tuple[RequestView, ...] | None]:
+        """The selected rows of the first batch_key in turn that has any.
+
+        Args:
+            phases: ``ALL`` or a set of phases; not looked at if rows were chosen one by one.
+            chosen: Rows, or None.
+
+        Returns:
+            (whose turn, rows, their cohorts, those of ``chosen``). O(batch_keys), plus
+            O(``chosen``).
+        """
+        for turn, key_rows in enumerate(self.turns):
+            if chosen is None:
+                rows, cohorts = key_rows.select(phases)
+                if rows:
+                    return turn, rows, cohorts, None
+            else:
+                key = key_rows.batch_key
+                mine = tuple([view for view in chosen if view.request.batch_key == key])
+                if mine:
+                    rows = tuple([cohort_of(view).rows[view._index] for view in mine])
+                    return turn, rows, (), mine
+        return 0, (), (), chosen
+
+    def at_limit(self) -> Iterator[RequestView]:
+        """Rows that met their step cap; the caller takes each out before it asks on."""
+        for key_rows in list(self.keys.values()):
+            for cohort in list(key_rows.cohorts.values()):
+                while cohort.limits and cohort.next_limit() <= cohort.clock:
+                    yield cohort.limits[0][2]
+
+    def steps_to_limit(self) -> float:
+        """Steps before a row can meet its cap, at least. O(batch_keys), amortised."""
+        return min(
+            (
+                cohort.next_limit() - cohort.clock
+                for key_rows in self.keys.values()
+                for cohort in key_rows.cohorts.values()
+                if cohort.limits
+            ),
+            default=_INF,
+        )
+
+    def set_limits(self, limits: Iterable[tuple[RequestView, float]]) -> None:
+        """Give rows other step caps. O(rows log rows)."""
+        for view, steps in limits:
+            view._step_limit = steps
+            if steps != _INF:
+                cohort_of(view).push_limit(view)
+
+
+def lane_of(view: RequestView) -> Lane:
+    """The lane of a request when classes are told apart."""
+    return (view.request.request_class, view.request.batch_key)
+
+
+def cohort_of(view: RequestView) -> Cohort:
+    """The cohort a running request steps with."""
+    cohort = view._cohort
+    if not isinstance(cohort, Cohort):
+        raise InvariantError(f"request {view.request.id!r} ({view._status.value}) runs nowhere")
+    return cohort
+
+
+def _is_join(join: tuple[int, RequestView]) -> bool:
+    number, view = join
+    return view._status is _RUNNING and view._join_number == number

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from dllm_sched._asking import STEP_EVENTS, Asking
+from dllm_sched._invariants import find_fault
 from dllm_sched._lifecycle import Change, advance
-from dllm_sched._queue import LaneQueue, LazyHeap, WaitingQueue
-from dllm_sched._running import Cohort, KeyRows
+from dllm_sched._outcome import check_outcome
+from dllm_sched._queue import KeyQueue, LazyHeap, WaitingQueue
+from dllm_sched._round import stage_round
+from dllm_sched._running import Cohort, RunningSet, cohort_of
 from dllm_sched.batch import (
     NO_KNOBS,
     NOTHING,
@@ -32,13 +34,10 @@ from dllm_sched.batch import (
     BlockBoundary,
     Finished,
     Knobs,
-    PhaseChange,
     Rejected,
     Released,
     Row,
-    RowFailed,
     RowFate,
-    RowFinished,
     StepBatch,
     StepOutcome,
     Update,
@@ -47,7 +46,6 @@ from dllm_sched.capacity import Capacity
 from dllm_sched.errors import (
     ClockError,
     ConfigError,
-    DllmSchedError,
     DuplicateRequestError,
     EngineProtocolError,
     InvariantError,
@@ -73,19 +71,16 @@ from dllm_sched.events import (
     StepFailed,
     StepPlanned,
 )
-from dllm_sched.policies.base import ALL, Policy, Preempt, Verdict
+from dllm_sched.policies.base import ALL, Policy, Preempt
 from dllm_sched.request import FinishReason, Phase, Request, RequestStatus, RequestView
 from dllm_sched.view import BlockedBy, Round, SchedulerView
 
 __all__ = ["Counts", "Explanation", "Horizon", "Scheduler", "Stats"]
 
 _INF = math.inf
-_SKIPS_PER_ROUND = 8
-_PHASES = tuple(Phase)
-_STEP_EVENTS = frozenset({StepPlanned, StepCompleted, StepFailed})
+_RUNNING = RequestStatus.RUNNING
 _EMPTY: Mapping[Any, int] = MappingProxyType({})
 _GO_ON = Update()
-_ADMIT = Verdict.ADMIT
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
 
 
@@ -141,8 +136,8 @@ class Scheduler:
     takes ``now``: seconds, finite, never going backward, any origin.
 
     Args:
-        policy: The six strategies; default: first come, first served, whatever fits, at once.
         capacity: What the engine can hold.
+        policy: The six strategies; default: first come, first served, whatever fits, at once.
         observers: Callables given every event (``dllm_sched.events``) after its call has
             committed. One that raises is logged once and removed.
 
@@ -159,73 +154,66 @@ class Scheduler:
     ) -> None:
         if not isinstance(capacity, Capacity):
             raise ConfigError(f"Scheduler: capacity must be a Capacity, got {capacity!r}")
-        policy = _checked_policy(Policy() if policy is None else policy, capacity)
         self._capacity = capacity
         self._observers = list(observers)
         self._now = -_INF
-        self._sequence = 0
-        self._step_id = 0
-        self._join_number = 0
         self._views: dict[str, RequestView] = {}
-        self._slots: list[RequestView | None] = [None] * capacity.max_num_seqs
-        self._free_slots = list(range(capacity.max_num_seqs - 1, -1, -1))
-        self._free_pages = capacity.num_pages or 0
-        self._num_running = 0
-        self._tokens_in_rows = 0
-        self._keys: dict[Hashable, KeyRows] = {}
-        self._turns: deque[KeyRows] = deque()
+        self._running = RunningSet(capacity)
         self._expiries = LazyHeap(lambda view: view._expire_at)
         self._knob_expiries = LazyHeap(lambda view: view._knobs_until)
-        self._lengths: list[tuple[int, int, RequestView]] = []  # running rows, longest first
-        self._running_by_lane: dict[Any, int] = {}
-        self._joins: list[tuple[int, RequestView]] = []  # by admission; kept for ``victims``
+        self._paused = False
+        self._draining = False
 
-        self._queue: WaitingQueue
-        self._key_length: int | None = None
+        # what the next call tells
+        self._finished: list[Finished] = []
+        self._released: list[Released] = []
+        self._events: list[Event] = []
+        self._joined: list[RequestView] = []  # not yet handed out in a batch
 
+        # the step in flight
         self._in_flight: StepBatch | None = None
         self._flight_cohorts: tuple[Cohort, ...] = ()
         self._flight_views: tuple[RequestView, ...] | None = None  # composition chose rows
         self._flight_progress = False  # the policy that planned it needs masked_remaining
-        self._zombies: list[tuple[RequestView, FinishReason]] = []  # ended while it was in flight
-        self._joined: list[RequestView] = []  # not yet handed out in a batch
-        self._finished: list[Finished] = []
-        self._released: list[Released] = []
-        self._events: list[Event] = []
-        self._unobserved: list[Event] = []
+        self._zombies: list[tuple[RequestView, FinishReason]] = []  # ended meanwhile
 
-        self._paused = False
-        self._draining = False
+        # what the last plan holds for
         self._quiet = False  # the last batch may be handed out again as it is
-        self._rows: tuple[Row, ...] = ()
-        self._cohorts: tuple[Cohort, ...] = ()
         self._dirty = True  # something changed that admission may care about
+        self._rows: tuple[Row, ...] = ()
+        self._batch_knobs: Knobs = NO_KNOBS
+        self._batch_knobs_until = _INF
         self._wake_at = -_INF
         self._due_at = _INF
-        self._recheck_step: float = _INF
-        self._limit_steps = _INF  # completed steps at which a step cap may be met
+        self._recheck_step = _INF  # completed steps after which admission may answer otherwise
+        self._limit_step = _INF  # completed steps after which a step cap may be met
         self._blocked: tuple[str, BlockedBy] | None = None
+        self._progressed = False  # this call has committed something
+
+        # what happened since the last round
         self._boundaries: list[RequestView] = []
+        self._knob_boundaries: list[RequestView] = []
         self._retired = 0
         self._round_step = 0
         self._short: list[RequestView] = []  # rows whose growth found no pages
-        self._batch_knobs: Knobs = NO_KNOBS
-        self._batch_knobs_until = -_INF
+        self._unobserved: list[Event] = []
 
+        self._num_submitted = 0
+        self._num_rejected = 0
+        self._num_finished = 0
         self._num_steps = 0
+        self._next_step_id = 0
         self._row_steps = 0
         self._wasted = 0
         self._num_rounds = 0
         self._num_preempted = 0
         self._num_failed_steps = 0
         self._num_blocks = 0
-        self._num_rejected = 0
-        self._num_finished = 0
         self._by_reason = dict.fromkeys(FinishReason, 0)
 
-        self._set_policy(policy, [part.init() for part in policy.strategies])
+        self._install(Asking(Policy() if policy is None else policy, capacity))
         if self._watch:
-            self._emit(PolicySet(-_INF, policy.name))
+            self._emit(PolicySet(-_INF, self.policy.name))
             self._flush_events()
 
     # --- input --------------------------------------------------------------------------------
@@ -243,49 +231,44 @@ class Scheduler:
             DuplicateRequestError: If the id is still active.
             ConfigError: If it is not a Request.
             ClockError: If ``now`` is not finite or went backward.
-            PolicyError: If the ordering answers nonsense.
+            PolicyError: If the policy raises or answers nonsense.
         """
         if not self._now <= now < _INF:
             self._bad_clock("submit", now)
         if not isinstance(request, Request):
             raise ConfigError(f"submit: expected a Request, got {request!r}")
-        if request.id in self._views:
+        views = self._views
+        if request.id in views:
             raise DuplicateRequestError(
-                f"submit: request {request.id!r} is still "
-                f"{self._views[request.id]._status.value}; use another id, or wait until it has "
-                "finished"
+                f"submit: request {request.id!r} is still {views[request.id]._status.value}; use "
+                "another id, or wait until it has finished"
             )
-        capacity = self._capacity
+        asking = self._asking
         if self._draining:
             return self._reject(request, "draining", now)
+        capacity = self._capacity
         if capacity.memory is not None and not capacity.fits(request):
             return self._reject(request, "too_large", now)
         view = RequestView(
-            request, self._sequence, now, capacity.max_tokens(request, Phase.PREFILL)
+            request, self._num_submitted, now, capacity.max_tokens(request, Phase.PREFILL)
         )
-        if self._asks_accept:
-            try:
-                reason = self._policy.admission.accept(self._states[1], view, self._view(now))
-            except Exception as error:
-                raise self._policy_error("admission.accept", view, error) from error
+        if asking.accept:
+            reason = asking.refusal(view, self._view(now))
             if reason is not None:
-                return self._reject(request, str(reason), now)
-        key = self._sort_key(view) if self._asks_key else ()
+                return self._reject(request, reason, now)
+        key = asking.sort_key(view) if asking.key else ()
 
         self._now = now
-        self._sequence += 1
-        self._views[request.id] = view
+        self._num_submitted += 1
+        views[request.id] = view
         self._queue.push(view, key)
         expire_at = request.deadline_at
         if now + request.queue_timeout_s < expire_at:
             expire_at = now + request.queue_timeout_s
             view._expire_reason = FinishReason.QUEUE_TIMEOUT
         if expire_at != _INF:
-            view._expire_at = expire_at
-            self._expiries.push(expire_at, view)
-            if expire_at < self._wake_at:
-                self._wake_at = expire_at
-        if self._free_slots or self._asks_settle:
+            self._arm(view, expire_at)
+        if asking.settle or self._running.free_slots:
             self._quiet = False
             self._dirty = True
         if self._watch:
@@ -298,13 +281,16 @@ class Scheduler:
 
         A row whose step is in flight ends at once, but its slot comes back (``released``) only
         when that step has completed.
+
+        Raises:
+            ClockError: If ``now`` is not finite or went backward.
         """
-        self._check_clock("cancel", now)
-        self._now = now
+        self._set_now("cancel", now)
         view = self._views.get(request_id)
-        if view is not None:
-            self._end(view, FinishReason.CANCELLED)
-        return self._update(None, -_INF if view is not None else self._wake_at)
+        if view is None:
+            return self._update(None, self._wake_at)
+        self._end(view, FinishReason.CANCELLED)
+        return self._update(None, -_INF)
 
     # --- steps --------------------------------------------------------------------------------
 
@@ -331,20 +317,18 @@ class Scheduler:
             )
         if not self._now <= now < _INF:
             self._bad_clock("next_step", now)
-        if self._quiet and now < self._wake_at and self._num_steps < self._recheck_step:
-            self._now = now
-            batch: StepBatch = _new(
-                StepBatch, (self._step_id, now, self._rows, (), self._batch_knobs, ())
-            )
-            self._step_id += 1
-            self._in_flight = batch
-            if self._watch_steps:
-                self._emit(
-                    StepPlanned(now, batch.step_id, len(batch.rows), 0, self._queue.size)
-                )
-                self._flush_events()
-            return _new(Update, (batch, (), (), self._wake_at))
-        return self._plan(now)
+        wake_at = self._wake_at
+        if not (self._quiet and now < wake_at and self._num_steps < self._recheck_step):
+            return self._plan(now)
+        self._now = now
+        step_id = self._next_step_id
+        self._next_step_id = step_id + 1
+        batch: StepBatch = _new(StepBatch, (step_id, now, self._rows, (), self._batch_knobs, ()))
+        self._in_flight = batch
+        if self._watch_steps:
+            self._emit(StepPlanned(now, step_id, len(self._rows), 0, self._queue.size))
+            self._flush_events()
+        return _new(Update, (batch, (), (), wake_at))
 
     def complete_step(
         self, batch: StepBatch, outcome: StepOutcome = NOTHING, *, now: float, steps: int = 1
@@ -371,53 +355,59 @@ class Scheduler:
             self._bad_clock("complete_step", now)
         if steps != 1:
             self._check_steps(steps)
-        if (
-            outcome is NOTHING
-            and self._num_steps + steps < self._limit_steps
-            and not self._zombies
-            and not self._flight_progress
-            and self._flight_views is None
-        ):
-            self._tick(batch, now, steps)
-            if self._watch_steps:
-                self._emit(StepCompleted(now, batch.step_id, len(batch.rows), steps))
-                self._flush_events()
-            return _GO_ON
-        self._check_outcome(batch, outcome)
-        self._tick(batch, now, steps)
+        if outcome is not NOTHING or self._flight_progress:
+            check_outcome(batch, outcome, self._in_batch, needs_progress=self._flight_progress)
+        self._now = now
+        self._in_flight = None
+        self._num_steps += steps
+        rows = len(batch.rows)
+        self._row_steps += rows * steps
+        if self._queue.size:
+            self._wasted += len(self._running.free_slots) * steps
+        if self._flight_views is None:
+            for cohort in self._flight_cohorts:
+                cohort.clock += steps
+        else:
+            self._advance_chosen(self._flight_views, steps)
         if self._watch_steps:
-            self._emit(StepCompleted(now, batch.step_id, len(batch.rows), steps))
-        self._apply(batch, outcome)
-        self._meet_step_limits()
-        self._land(steps)
-        return self._update(None, -_INF)
+            self._emit(StepCompleted(now, batch.step_id, rows, steps))
+        if outcome is not NOTHING:
+            self._apply(batch, outcome)
+        if self._num_steps >= self._limit_step:
+            self._meet_step_caps()
+        if self._zombies:
+            self._land(steps)
+        if self._events or self._finished or self._released:
+            return self._update(None, -_INF)
+        return _GO_ON
 
     def fail_step(
-        self,
-        batch: StepBatch,
-        error: BaseException,
-        *,
-        rows: Mapping[int, RowFate],
-        now: float,
+        self, batch: StepBatch, error: BaseException, *, rows: Mapping[int, RowFate], now: float
     ) -> Update:
         """Report that a step failed. After it nobody has advanced. O(rows named).
+
+        Rows that had joined with this step are named in ``joined`` again when they next step.
 
         Args:
             batch: The batch in flight.
             error: What went wrong; becomes ``Finished.error`` of the rows that fail.
-            rows: For slots of the batch: ``RowFate.FAIL`` (ends with ``error``), ``RESTART``
-                (waits again, from nothing) or ``KEEP`` (stays in its slot). Not named: ``KEEP``.
+            rows: For slots of the batch: FAIL (ends with ``error``), RESTART (waits again, from
+                nothing) or KEEP (stays in its slot). Not named: KEEP.
             now: Seconds.
 
         Raises:
             EngineProtocolError: If ``batch`` is not the one in flight.
-            OutcomeError: If a slot is not in the batch, or its fate is none of the three.
+            OutcomeError: If a slot is not in the batch, or its fate is no RowFate.
+            ClockError: If ``now`` is not finite or went backward.
             PolicyError: If the ordering raised for a row that waits again.
         """
         if batch is not self._in_flight:
             self._check_flight("fail_step", batch)
-        self._check_clock("fail_step", now)
-        fates: list[tuple[RequestView, RowFate]] = []
+        if not self._now <= now < _INF:
+            self._bad_clock("fail_step", now)
+        if not isinstance(error, BaseException):
+            raise OutcomeError(f"fail_step: error must be an exception, got {error!r}")
+        fates: list[tuple[RequestView, RowFate, tuple[float, ...]]] = []
         for slot, fate in rows.items():
             view = self._in_batch(slot, "fail_step")
             if not isinstance(fate, RowFate):
@@ -425,27 +415,24 @@ class Scheduler:
                     f"fail_step: slot {slot} ({view.request.id!r}): expected a RowFate, got "
                     f"{fate!r}"
                 )
-            if view._status is RequestStatus.RUNNING:
-                fates.append((view, fate))
-        keys = {
-            view._sequence: self._sort_key(view)
-            for view, fate in fates
-            if fate is RowFate.RESTART
-        }
+            if view._status is _RUNNING:
+                key = self._asking.sort_key(view) if fate is RowFate.RESTART else ()
+                fates.append((view, fate, key))
         self._now = now
+        self._in_flight = None
         self._num_failed_steps += 1
         if self._watch_steps:
             self._emit(StepFailed(now, batch.step_id, len(batch.rows), repr(error)))
-        self._in_flight = None
-        for row in batch.joined:  # for the engine they never joined: name them again
-            joined = self._slots[row.slot]
-            if joined is not None and joined._status is RequestStatus.RUNNING:
-                self._joined.append(joined)
-        for view, fate in fates:
+        self._joined.extend(
+            view
+            for row in batch.joined
+            if (view := self._running.slots[row.slot]) is not None and view._status is _RUNNING
+        )
+        for view, fate, key in fates:
             if fate is RowFate.FAIL:
                 self._retire(view, FinishReason.ERROR, error=error)
             elif fate is RowFate.RESTART:
-                self._preempt(view, Preempt.RESTART, keys[view._sequence])
+                self._preempt(view, Preempt.RESTART, key)
         self._quiet = False
         self._land(0)
         return self._update(None, -_INF)
@@ -453,10 +440,7 @@ class Scheduler:
     def horizon(self) -> Horizon:
         """How long the batch in flight stays as it is without input. O(1).
 
-        Returns:
-            ``steps``: the least of admission's ``recheck``, the step caps, and 1 where the policy
-            is asked at every step; ``until``: the least of due instants, expiries and knobs'
-            ends. Whatever the engine itself reports (a finish, a boundary) ends it as well.
+        Whatever the engine itself reports (a finish, a boundary, a phase) ends it as well.
 
         Raises:
             EngineProtocolError: If no batch is in flight.
@@ -465,13 +449,13 @@ class Scheduler:
             raise EngineProtocolError("horizon: no batch is in flight; call next_step first")
         if self._flight_progress or not self._quiet:
             return Horizon(1, self._wake_at)
-        steps = min(self._recheck_step, self._limit_steps) - self._num_steps
+        steps = min(self._recheck_step, self._limit_step) - self._num_steps
         return Horizon(max(1, steps), self._wake_at)
 
     # --- control ------------------------------------------------------------------------------
 
     def set_policy(self, policy: Policy, *, now: float) -> Update:
-        """Swap the policy, live. O(waiting + running).
+        """Swap the policy, live. O(n log n) for n waiting and running.
 
         Every waiting request is keyed and laned anew, every row's limits and knobs are asked
         anew. An axis whose strategy is the same object keeps its state.
@@ -479,49 +463,31 @@ class Scheduler:
         Raises:
             ConfigError: If the policy can never work within the capacity.
             PolicyError: If it raises while it is asked. The old policy stays then.
+            ClockError: If ``now`` is not finite or went backward.
         """
-        self._check_clock("set_policy", now)
-        policy = _checked_policy(policy, self._capacity)
-        old = self._policy
-        states = [
-            state if new is previous else new.init()
-            for new, previous, state in zip(
-                policy.strategies, old.strategies, self._states, strict=True
-            )
-        ]
+        if not self._now <= now < _INF:
+            self._bad_clock("set_policy", now)
+        asking = Asking(policy, self._capacity, self._asking)
         waiting = sorted(self._queue, key=lambda view: view._sequence)
-        keys = [self._key(policy, states[0], view) for view in waiting]
-        for key, view in zip(keys, waiting, strict=True):
-            self._check_key_length(policy, key, len(keys[0]), view)
-        running = self._running()
-        limits = [self._limits(policy, view) for view in running]
+        keys = [asking.sort_key(view) for view in waiting]
+        rows = self._running.rows()
+        limits = [asking.end_limits(view) for view in rows]
 
         self._now = now
-        self._set_policy(policy, states)
-        self._key_length = len(keys[0]) if keys else None
+        self._install(asking)
         for view, key in zip(waiting, keys, strict=True):
             self._queue.push(view, key)
-        self._expiries.clear()
-        for view in waiting:
-            if view._expire_at != _INF:
-                self._expiries.push(view._expire_at, view)
-        self._knob_expiries.clear()
-        self._joins = sorted((view._join_number, view) for view in running)
-        self._lengths = []
-        self._running_by_lane = {}
-        for view, (instant, steps) in zip(running, limits, strict=True):
+        self._running.set_limits(
+            (view, steps) for view, (_, steps) in zip(rows, limits, strict=True)
+        )
+        for view, (instant, _) in zip(rows, limits, strict=True):
             self._arm(view, instant)
-            view._step_limit = steps
-            if isinstance(view._cohort, Cohort):
-                view._cohort.push_limit(view)
-            view._knobs_until = -_INF if self._asks_knobs else _INF
-            if self._asks_knobs:
-                self._knob_expiries.push(-_INF, view)
+            if asking.knobs:
+                self._arm_knobs(view, -_INF)
             elif view._knobs:
-                self._rewrite_row(view, NO_KNOBS)
-            self._count_row(view)
-        self._limit_steps = -_INF
-        self._meet_step_limits()
+                self._arm_knobs(view, _INF)
+                self._running.set_knobs(view, NO_KNOBS)
+        self._meet_step_caps()
         if self._watch:
             self._emit(PolicySet(now, policy.name))
         return self._update(None, -_INF)
@@ -533,33 +499,26 @@ class Scheduler:
         request that could not run alone any more ends with ``ERROR`` when its turn comes.
 
         Raises:
-            ConfigError: If the policy can never work within it, or the memory model changes kind
-                while rows run.
+            ConfigError: If the policy can never work within it, or if the memory model or
+                ``window_blocks`` changes while requests are active.
+            ClockError: If ``now`` is not finite or went backward.
         """
-        self._check_clock("set_capacity", now)
+        if not self._now <= now < _INF:
+            self._bad_clock("set_capacity", now)
         if not isinstance(capacity, Capacity):
             raise ConfigError(f"set_capacity: expected a Capacity, got {capacity!r}")
-        if capacity.memory != self._capacity.memory and self._num_running:
-            raise ConfigError(
-                "set_capacity: the memory model cannot change while rows run; drain first"
-            )
-        if capacity.window_blocks != self._capacity.window_blocks and self._views:
-            raise ConfigError(
-                "set_capacity: window_blocks cannot change while requests are active; drain first"
-            )
-        self._policy.validate(capacity)
+        old = self._capacity
+        if self._views or self._zombies:
+            for name in ("memory", "window_blocks"):
+                if getattr(capacity, name) != getattr(old, name):
+                    raise ConfigError(
+                        f"set_capacity: {name} cannot change from {getattr(old, name)!r} to "
+                        f"{getattr(capacity, name)!r} while requests are active; drain first"
+                    )
         self._now = now
-        used_pages = (self._capacity.num_pages or 0) - self._free_pages
         self._capacity = capacity
-        self._keep_joins = self._asks_victims or _grows(capacity)
-        self._free_pages = (capacity.num_pages or 0) - used_pages
-        missing = capacity.max_num_seqs - len(self._slots)
-        self._slots.extend([None] * missing)
-        self._free_slots = [
-            slot
-            for slot in range(capacity.max_num_seqs - 1, -1, -1)
-            if self._slots[slot] is None
-        ]
+        self._running.set_capacity(capacity)
+        self._keep_counts()
         self._touch()
         if self._watch:
             self._emit(CapacitySet(now, capacity.max_num_seqs, capacity.num_pages))
@@ -567,8 +526,7 @@ class Scheduler:
 
     def pause(self, *, now: float) -> Update:
         """Hand out no more batches (weights are being changed); time limits still pass."""
-        self._check_clock("pause", now)
-        self._now = now
+        self._set_now("pause", now)
         self._paused = True
         self._quiet = False
         if self._watch:
@@ -577,8 +535,7 @@ class Scheduler:
 
     def resume(self, *, now: float) -> Update:
         """Go on after ``pause``."""
-        self._check_clock("resume", now)
-        self._now = now
+        self._set_now("resume", now)
         self._paused = False
         self._touch()
         if self._watch:
@@ -587,8 +544,7 @@ class Scheduler:
 
     def drain(self, *, now: float) -> Update:
         """Promise that no more requests come: ``submit`` rejects, partial batches may go."""
-        self._check_clock("drain", now)
-        self._now = now
+        self._set_now("drain", now)
         self._draining = True
         self._touch()
         if self._watch:
@@ -600,7 +556,7 @@ class Scheduler:
     @property
     def policy(self) -> Policy:
         """The policy in force."""
-        return self._policy
+        return self._asking.policy
 
     @property
     def capacity(self) -> Capacity:
@@ -614,28 +570,29 @@ class Scheduler:
     def counts(self) -> Counts:
         """How many requests are where. O(1)."""
         return Counts(
-            self._sequence,
+            self._num_submitted,
             self._num_rejected,
             self._queue.size,
-            self._num_running,
+            self._running.size,
             self._num_finished,
         )
 
     def stats(self) -> Stats:
         """Totals since construction. O(1)."""
+        running = self._running
         return Stats(
             self._num_steps,
             self._row_steps,
             self._wasted,
             self._num_rounds,
-            self._join_number,
+            running.num_joined,
             self._num_preempted,
             self._num_failed_steps,
             self._num_blocks,
             MappingProxyType(dict(self._by_reason)),
-            self._tokens_in_rows,
-            max(0, self._capacity.max_num_seqs - self._num_running),
-            None if self._capacity.num_pages is None else self._free_pages,
+            running.tokens,
+            max(0, self._capacity.max_num_seqs - running.size),
+            None if self._capacity.num_pages is None else running.free_pages,
         )
 
     def view(self, request_id: str) -> RequestView:
@@ -659,64 +616,70 @@ class Scheduler:
         """
         view = self.view(request_id)
         status = view._status
-        if status is RequestStatus.RUNNING:
+        if status is _RUNNING:
             return Explanation(status, f"runs in slot {view._slot}, {view.num_steps} steps done")
         if self._paused:
             return Explanation(status, "the scheduler is paused; resume() lets it go on")
         if self._dirty:
             return Explanation(status, "the next call of next_step will decide about it")
         if self._blocked is None:
-            if not self._num_running and self._due_at != _INF:
-                return Explanation(
-                    status, "its batch is not due yet", until=max(self._due_at, self._now)
-                )
-            return Explanation(
-                status,
-                "the timeout axis waits for more requests, or the admission axis passed it over",
-            )
+            if self._due_at != _INF:
+                return Explanation(status, "its batch is not due yet", until=self._due_at)
+            return Explanation(status, "the timeout axis waits for more requests")
         head, why = self._blocked
         reason = {
             BlockedBy.SLOTS: "every slot is taken",
             BlockedBy.MEMORY: "there are not enough free KV pages",
-            BlockedBy.POLICY: f"policy {self._policy.name!r} holds it back",
+            BlockedBy.POLICY: f"policy {self.policy.name!r} holds it back",
         }[why]
         if head == request_id:
             return Explanation(status, f"it is the head of the queue, but {reason}")
         return Explanation(status, f"request {head!r} is ahead of it, and {reason}", behind=head)
 
+    def check_invariants(self) -> None:
+        """Check every table against every other. O(everything): for tests and for doubts.
+
+        Raises:
+            InvariantError: If the bookkeeping is broken; with a dump of the state.
+        """
+        fault = find_fault(self)
+        if fault is not None:
+            raise InvariantError(f"{fault}. {self._dump()}")
+
     # --- planning -----------------------------------------------------------------------------
 
     def _plan(self, now: float) -> Update:
         """``next_step`` when something may have changed; see the module's docstring."""
-        before, wake_at = self._now, self._wake_at
+        before = self._now
         self._now = now
         self._progressed = False
-        self._expire(now)
-        batch: StepBatch | None = None
-        memo: tuple[Any, ...] = ()
+        if self._expiries.first() <= now:
+            for view in self._expiries.pop_due(now):
+                self._end(view, view._expire_reason)
+        memo: tuple[Any, ...] | None = None
         try:
-            self._observe()
+            if self._unobserved:
+                self._asking.observe(self._unobserved)
+                self._unobserved.clear()
             memo = self._memo()
-            if not self._paused:
-                batch = self._decide(now)
+            batch = None if self._paused else self._decide(now)
+            self._wake_at = min(self._expiries.first(), self._due_at, self._knob_expiries.first())
             if batch is None:
-                self._check_drain()
+                self._check_stall()
         except BaseException:
-            if memo:
+            if memo is not None:
                 self._restore(memo)
-            self._dirty = True
             self._quiet = False
-            self._wake_at = wake_at
             if self._progressed or self._finished or self._released:
                 return self._update(None, -_INF)  # tell it; the next call meets the error again
             self._now = before
             raise
-        self._wake_at = min(self._expiries.first(), self._due_at, self._knob_expiries.first())
         if batch is None:
+            self._quiet = False
             return self._update(None, self._wake_at)
         if self._batch_knobs_until < self._wake_at:
             self._wake_at = self._batch_knobs_until
-        self._step_id += 1
+        self._next_step_id += 1
         self._in_flight = batch
         if self._watch_steps:
             self._emit(
@@ -727,67 +690,71 @@ class Scheduler:
         return self._update(batch, self._wake_at)
 
     def _memo(self) -> tuple[Any, ...]:
-        """What a round writes beside joins; put back if the call fails after it."""
+        """What a plan writes beside joins and ends; put back if it fails."""
         return (
-            self._states,
-            self._num_rounds,
-            self._round_step,
-            self._boundaries,
-            self._retired,
+            self._asking.states,
+            self._dirty,
+            self._due_at,
+            self._wake_at,
             self._recheck_step,
             self._blocked,
-            self._due_at,
+            self._boundaries,
+            self._retired,
+            self._round_step,
+            self._num_rounds,
         )
 
     def _restore(self, memo: tuple[Any, ...]) -> None:
         (
-            self._states,
-            self._num_rounds,
-            self._round_step,
-            self._boundaries,
-            self._retired,
+            self._asking.states,
+            self._dirty,
+            self._due_at,
+            self._wake_at,
             self._recheck_step,
             self._blocked,
-            self._due_at,
+            self._boundaries,
+            self._retired,
+            self._round_step,
+            self._num_rounds,
         ) = memo
+        if self._progressed:
+            self._dirty = True
 
-    def _check_drain(self) -> None:
+    def _check_stall(self) -> None:
         """While draining no input can help: a policy that starts nothing would stall for ever."""
-        if not self._draining or self._paused or not self._views:
-            return
-        if min(self._expiries.first(), self._due_at) == _INF:
+        if self._draining and self._wake_at == _INF and self._views and not self._paused:
             raise PolicyError(
-                f"policy {self._policy.name!r} starts nothing while draining: every axis must let "
+                f"policy {self.policy.name!r} starts nothing while draining: every axis must let "
                 f"the leftovers go when view.draining is True. {self._dump()}"
             )
 
     def _decide(self, now: float) -> StepBatch | None:
-        if self._short or self._asks_every_victim:
+        asking = self._asking
+        if self._short or asking.victims_every_step:
             self._evict(now)
         round: Round | None = None
         if (
             self._dirty
-            or self._every_step
+            or asking.every_step
             or now >= self._due_at
             or self._num_steps >= self._recheck_step
         ):
             self._dirty = False  # unless the round leaves something to look at
             self._due_at = _INF
+            self._recheck_step = _INF
             queue = self._queue
-            if self._asks_settle or (
-                queue.size and self._num_running < self._capacity.max_num_seqs
-            ):
+            if asking.settle or (queue.size and self._running.size < self._capacity.max_num_seqs):
                 round = self._new_round(now)
                 self._admit(round, now)
             else:  # nothing to ask: nobody waits, or every slot is taken
-                self._blocked = None
-                if queue.size and (head := queue.peek()) is not None:
-                    self._blocked = (head.request.id, BlockedBy.SLOTS)
-                self._boundaries = []
-                self._retired = 0
-                self._recheck_step = _INF
-        if self._asks_knobs:
+                head = queue.peek()
+                self._blocked = None if head is None else (head.request.id, BlockedBy.SLOTS)
+            self._boundaries = []
+            self._retired = 0
+        if asking.knobs:
             self._renew_knobs(now)
+        if not self._running.size:
+            return None
         return self._compose(round, now)
 
     def _new_round(self, now: float) -> Round:
@@ -796,303 +763,137 @@ class Scheduler:
             num_steps=self._num_steps - self._round_step,
             boundaries=self._boundaries,
             num_retired=self._retired,
-            rows=self._running if self._needs_rows else None,
-            youngest=self._youngest,
+            rows=self._running.rows if self._asking.needs_rows else None,
+            youngest=self._running.youngest,
         )
 
-    def _view(self, now: float, key: Any = None) -> SchedulerView:
-        """The counts; with ``key`` (a KeyQueue), those of one batch_key for ``due``."""
-        capacity = self._capacity
-        queue = self._queue
-        limited = capacity.num_pages is not None
+    def _view(self, now: float, key: KeyQueue | None = None) -> SchedulerView:
+        """The counts; with ``key``, those of one batch_key for ``due``."""
+        asking, queue, running, capacity = self._asking, self._queue, self._running, self._capacity
         oldest = _INF
-        if self._asks_due:
+        if asking.due:
             keys = queue.keys.values() if key is None else (key,)
-            oldest = min((queue.oldest_arrival_at(k) for k in keys), default=_INF)
-        return SchedulerView(
-            now,
-            self._draining,
-            queue.size if key is None else key.size,
-            self._num_running,
-            capacity.max_num_seqs,
-            max(0, capacity.max_num_seqs - self._num_running),
-            capacity.num_pages,
-            max(0, self._free_pages) if limited else None,
-            self._tokens_in_rows,
-            oldest,
-            None if key is None else key.batch_key,
-            self._longest() if self._needs_length else 0,
-            {lane: q.size for lane, q in queue.lanes.items()} if self._needs_lanes else _EMPTY,
-            dict(self._running_by_lane) if self._needs_lanes else _EMPTY,
-            {
-                phase: sum(
-                    len(k.cohorts[phase].rows) for k in self._keys.values() if phase in k.cohorts
-                )
-                for phase in _PHASES
-            }
-            if self._asks_select or self._asks_settle
-            else _EMPTY,
+            oldest = min([queue.oldest_arrival_at(one) for one in keys], default=_INF)
+        free_slots = capacity.max_num_seqs - running.size
+        view: SchedulerView = _new(
+            SchedulerView,
+            (
+                now,
+                self._draining,
+                queue.size if key is None else key.size,
+                running.size,
+                capacity.max_num_seqs,
+                free_slots if free_slots > 0 else 0,
+                capacity.num_pages,
+                None if capacity.num_pages is None else max(0, running.free_pages),
+                running.tokens,
+                oldest,
+                None if key is None else key.batch_key,
+                running.longest() if asking.needs_length else 0,
+                queue.by_lane() if asking.needs_lanes else _EMPTY,
+                running.by_lane() if asking.needs_lanes else _EMPTY,
+                running.by_phase() if asking.phases else _EMPTY,
+            ),
         )
+        return view
 
     def _admit(self, round: Round, now: float) -> None:
-        """One admission round; commits whole or not at all."""
-        queue = self._queue
-        capacity = self._capacity
-        policy = self._policy
-        admission = policy.admission
-        state = self._states[1]
-        asks_admit, asks_joined = self._asks_admit, self._asks_joined
-        memory = capacity.memory
-        idle = not self._num_running
-        room = capacity.max_num_seqs - self._num_running
-        pages = self._free_pages
-        need = 0
-        staged: list[RequestView] = []
-        aside: list[RequestView] = []
-        parked: list[LaneQueue] = []
-        others: list[LaneQueue] = []  # of batch_keys that could have started as well
-        hopeless: RequestView | None = None
-        asking = "timeout.due"
-        view: RequestView | None = None
-        try:
-            if self._asks_due and (idle or self._due_every_step) and queue.size:
-                self._hold_back(now, parked)
-            while (view := queue.peek()) is not None:
-                if len(staged) >= room:
-                    round.blocked, round.blocked_by = view, BlockedBy.SLOTS
-                    break
-                if memory is not None:
-                    need = memory.pages(view.request, view._kv_tokens or view.request.prompt_len)
-                    if need > pages or not capacity.fits(view.request):
-                        if not capacity.fits(view.request):
-                            hopeless = view
-                        round.blocked, round.blocked_by = view, BlockedBy.MEMORY
-                        break
-                if asks_admit:
-                    asking = "admission.admit"
-                    verdict = admission.admit(state, view, round)
-                    if verdict is not _ADMIT:
-                        if verdict is Verdict.SKIP:
-                            aside.append(queue.pop())
-                            if len(aside) < _SKIPS_PER_ROUND:
-                                continue
-                        elif verdict is Verdict.SKIP_LANE:
-                            parked.append(view._lane)
-                            queue.park(view._lane)
-                            if round.blocked is None:
-                                round.blocked, round.blocked_by = view, BlockedBy.POLICY
-                            continue
-                        elif verdict is not Verdict.STOP:
-                            raise PolicyError(
-                                f"policy {policy.name!r}: admit must return a Verdict, got "
-                                f"{verdict!r} for request {view.request.id!r}"
-                            )
-                        round.blocked, round.blocked_by = view, BlockedBy.POLICY
-                        break
-                queue.pop()
-                if idle and not staged and len(queue.keys) > 1:
-                    others = self._park_other_keys(view)  # an idle engine starts one batch_key
-                staged.append(view)
-                pages -= need
-                round.joined.append(view)
-                round.num_joined += 1
-                round.joined_tokens += view._max_tokens
-                if asks_joined:
-                    asking = "admission.joined"
-                    state = admission.joined(state, view, round)
-            if round.blocked is None and aside:
-                round.blocked, round.blocked_by = aside[0], BlockedBy.POLICY
-            recheck: float = _INF
-            if self._asks_settle:
-                asking = "admission.settle"
-                state = admission.settle(state, round)
-            if self._asks_recheck and queue.size > len(staged):
-                asking = "admission.recheck"
-                recheck = admission.recheck(state, round)
-                if not recheck >= 1:
-                    raise PolicyError(
-                        f"policy {policy.name!r}: recheck must return steps >= 1 (inf = only after "
-                        f"a change), got {recheck!r}"
-                    )
-            limits = [self._limits(policy, one) for one in staged] if self._asks_limits else None
-            knobs = (
-                [self._ask_knobs(one, round.view) for one in staged] if self._asks_knobs else None
-            )
-        except BaseException as error:
-            for one in (*staged, *aside):
-                queue.restore(one)
-            for lane in (*parked, *others):
-                queue.unpark(lane)
-            if isinstance(error, DllmSchedError) or not isinstance(error, Exception):
-                raise
-            raise self._policy_error(asking, view, error) from error
-        # nothing below can raise
-        for one in aside:
-            queue.restore(one)
-        for one in staged:
-            queue.settle_pop(one)
-        for lane in parked:
-            queue.unpark(lane)
-        for lane in others:
-            queue.unpark(lane)
-        if self._asks_settle:
-            self._states = [self._states[0], state, *self._states[2:]]
+        """One admission round: staged elsewhere, carried out here, where nothing can raise."""
+        asking, queue = self._asking, self._queue
+        staged = stage_round(asking, queue, self._running, round, lambda key: self._view(now, key))
+        if asking.settle:
+            asking.set_admission_state(staged.state)
         self._num_rounds += 1
         self._round_step = self._num_steps
-        self._boundaries = []
-        self._retired = 0
-        self._recheck_step = self._num_steps + recheck
+        self._recheck_step = self._num_steps + staged.recheck
+        self._due_at = staged.due_at
         blocked, why = round.blocked, round.blocked_by
         self._blocked = None if blocked is None or why is None else (blocked.request.id, why)
-        for index, one in enumerate(staged):
-            instant, steps = (_INF, _INF) if limits is None else limits[index]
-            one._step_limit = steps
-            self._join(one, now, NO_KNOBS if knobs is None else knobs[index][0])
-            if instant != one._expire_at:
-                self._arm(one, instant)
-            one._expire_reason = FinishReason.DEADLINE
+        limits, knobs = staged.limits, staged.knobs
+        for index, view in enumerate(staged.views):
+            queue.settle_pop(view)
+            instant = _INF
+            if limits is not None:
+                instant, view._step_limit = limits[index]
+            self._join(view, now, NO_KNOBS if knobs is None else knobs[index][0])
+            if instant != view._expire_at:
+                self._arm(view, instant)
+            view._expire_reason = FinishReason.DEADLINE
             if knobs is not None:
-                self._arm_knobs(one, knobs[index][1])
-        if staged:
+                self._arm_knobs(view, knobs[index][1])
+        if staged.views:
             self._progressed = True
-            if idle and queue.size and (others or parked):
-                self._dirty = True  # the other batch_keys may join from the next step on
-        if hopeless is not None:
+            self._dirty = staged.waits_for_next_round
+        if staged.hopeless is not None:
             self._end(
-                hopeless,
+                staged.hopeless,
                 FinishReason.ERROR,
                 error=ConfigError(
-                    f"request {hopeless.request.id!r} can hold more KV pages than the capacity has "
-                    "now; it was accepted under a larger one"
+                    f"request {staged.hopeless.request.id!r} can hold more KV pages than the "
+                    "capacity has now; it was accepted under a larger one"
                 ),
             )
             self._dirty = True
 
-    def _hold_back(self, now: float, parked: list[LaneQueue]) -> None:
-        """Park the lanes of the batch_keys that are not due yet. O(batch_keys)."""
-        queue = self._queue
-        for key in queue.keys.values():
-            due = self._policy.timeout.due(self._states[2], self._view(now, key))
-            if not due <= _INF:
-                raise PolicyError(
-                    f"policy {self._policy.name!r}: due must be an instant (inf = only by input), "
-                    f"got {due!r}"
-                )
-            if now < due:
-                self._due_at = min(self._due_at, due)
-                for lane in key.lanes.values():
-                    parked.append(lane)
-                    queue.park(lane)
-
-    def _park_other_keys(self, view: RequestView) -> list[LaneQueue]:
-        parked = []
-        for key in self._queue.keys.values():
-            if key is not view._lane.key_queue:
-                for lane in key.lanes.values():
-                    if not lane.parked:
-                        parked.append(lane)
-                        self._queue.park(lane)
-        return parked
-
     def _compose(self, round: Round | None, now: float) -> StepBatch | None:
-        if not self._num_running:
-            self._quiet = False
-            return None
-        turns = self._turns
-        control = self._policy.control
-        selection: Any = ALL
-        chosen: tuple[RequestView, ...] | None = None
-        rows: tuple[Row, ...] = ()
-        cohorts: tuple[Cohort, ...] = ()
-        batch_knobs, until = NO_KNOBS, _INF
-        hints: tuple[Any, ...] = ()
-        asking = "composition.select"
-        if round is None and (self._asks_select or self._asks_hints or self._asks_batch_knobs):
+        asking, running = self._asking, self._running
+        if round is None and (asking.select or asking.hints):
             round = self._new_round(now)
-        try:
-            if self._asks_select:
-                selection, chosen = self._checked_selection(
-                    self._policy.composition.select(self._states[3], round)  # type: ignore[arg-type]
-                )
-            turn, rows, cohorts, chosen = self._take_turn(selection, chosen)
-            if not rows:
-                asking = "timeout.due"
-                self._wait_for_due(now)
-                return None
-            if self._asks_batch_knobs and round is not None:
-                asking = "control.batch_knobs"
-                batch_knobs, until = _checked_knobs(
-                    control.batch_knobs(self._states[5], round.view), now
-                )
-            if self._asks_hints and round is not None:
-                asking = "control.hints"
-                hints = tuple(control.hints(self._states[5], round))
-        except DllmSchedError:
-            raise
-        except Exception as error:
-            raise self._policy_error(asking, None, error) from error
+        phases: Any = ALL
+        chosen: tuple[RequestView, ...] | None = None
+        if asking.select and round is not None:
+            phases, chosen = asking.selection(round, self._is_running)
+        turn, rows, cohorts, chosen = running.take_turn(phases, chosen)
+        if not rows:
+            self._wait_for_due(now)
+            return None
+        batch_knobs, until = NO_KNOBS, _INF
+        if asking.batch_knobs:
+            batch_knobs, until = asking.whole_batch_knobs(self._view(now))
+        hints: tuple[Any, ...] = ()
+        if asking.hints and round is not None:
+            hints = asking.batch_hints(round)
         # nothing below can raise
-        turns.rotate(-turn - 1)
+        if len(running.turns) > 1:
+            running.turns.rotate(-turn - 1)
         self._batch_knobs, self._batch_knobs_until = batch_knobs, until
-        joined: tuple[Row, ...] = ()
-        if self._joined:
-            joined = self._take_joined(chosen, cohorts)
+        joined = self._take_joined(chosen, cohorts) if self._joined else ()
         self._rows = rows
-        self._cohorts = cohorts
         self._flight_cohorts = cohorts
         self._flight_views = chosen
-        self._flight_progress = self._needs_progress
+        self._flight_progress = asking.needs_progress
         self._quiet = (
-            len(turns) == 1
-            and not self._every_step
-            and not self._asks_select
+            len(running.turns) == 1
+            and not asking.every_step
+            and not asking.select
             and not self._dirty
             and not self._joined
         )
-        return StepBatch(self._step_id, now, rows, joined, batch_knobs, hints)
-
-    def _take_turn(
-        self, selection: Any, chosen: tuple[RequestView, ...] | None
-    ) -> tuple[int, tuple[Row, ...], tuple[Cohort, ...], tuple[RequestView, ...] | None]:
-        """The rows of the batch_key whose turn it is, among those that have any selected."""
-        for turn, key_rows in enumerate(self._turns):
-            if chosen is None:
-                rows, cohorts = key_rows.select(selection)
-                if rows:
-                    return turn, rows, cohorts, None
-            else:
-                key = key_rows.batch_key
-                mine = tuple(view for view in chosen if view.request.batch_key == key)
-                if mine:
-                    return turn, tuple(map(_row_of, mine)), (), mine
-        return 0, (), (), chosen
+        return StepBatch(self._next_step_id, now, rows, joined, batch_knobs, hints)
 
     def _wait_for_due(self, now: float) -> None:
         """Composition selected nobody: legal only while the timeout axis will end the wait."""
+        asking = self._asking
         keys = self._queue.keys.values()
-        timeout, state = self._policy.timeout, self._states[2]
-        due = min((timeout.due(state, self._view(now, key)) for key in keys), default=_INF)
+        due = min([asking.due_at(self._view(now, key)) for key in keys], default=_INF)
         if not now < due < _INF:
             raise PolicyError(
-                f"policy {self._policy.name!r}: composition selected none of {self._num_running} "
-                f"running rows though no later instant is due (got {due}); nothing would ever "
-                f"happen. {self._dump()}"
+                f"policy {self.policy.name!r}: composition selected none of "
+                f"{self._running.size} running rows though no later instant is due (got {due}); "
+                f"nothing would ever happen. {self._dump()}"
             )
         self._due_at = min(self._due_at, due)
-        self._quiet = False
 
     def _take_joined(
-        self,
-        chosen: tuple[RequestView, ...] | None,
-        cohorts: tuple[Cohort, ...],
+        self, chosen: tuple[RequestView, ...] | None, cohorts: tuple[Cohort, ...]
     ) -> tuple[Row, ...]:
         """The rows of this batch that are new in their slot; the others stay for a later one."""
         inside: list[Row] = []
         later: list[RequestView] = []
         for view in self._joined:
-            cohort = view._cohort
-            if not isinstance(cohort, Cohort):
+            if view._status is not _RUNNING:
                 continue  # left again before its first step
+            cohort = cohort_of(view)
             if (view in chosen) if chosen is not None else (cohort in cohorts):
                 inside.append(cohort.rows[view._index])
             else:
@@ -1100,247 +901,101 @@ class Scheduler:
         self._joined = later
         return tuple(inside)
 
-    def _checked_selection(self, selection: Any) -> tuple[Any, tuple[RequestView, ...] | None]:
-        if selection is ALL:
-            return ALL, None
-        chosen = tuple(selection)
-        if all(isinstance(one, Phase) for one in chosen):
-            return frozenset(chosen), None
-        if not self._needs_rows:
-            raise PolicyError(
-                f"policy {self._policy.name!r}: select returned rows without declaring "
-                'needs = frozenset({"rows"})'
-            )
-        seen: set[int] = set()
-        for view in chosen:
-            if (
-                not isinstance(view, RequestView)
-                or view._status is not RequestStatus.RUNNING
-                or self._views.get(view.request.id) is not view
-                or view._sequence in seen
-            ):
-                raise PolicyError(
-                    f"policy {self._policy.name!r}: select must return running rows, each once; "
-                    f"got {view!r}"
-                )
-            seen.add(view._sequence)
-        return ALL, chosen
-
     def _evict(self, now: float) -> None:
-        """Ask for victims, then make sure that what is left can grow."""
-        short = [view for view in self._short if view._status is RequestStatus.RUNNING]
-        memory = self._capacity.memory
-        needs = []
-        for view in short:
-            if memory is not None:
-                needs.append(memory.pages(view.request, view._kv_tokens) - view._num_pages)
-        lacking = max(0, sum(needs) - self._free_pages) if short else 0
-        victims: list[tuple[RequestView, Any]] = []
-        if self._asks_victims and (lacking or self._asks_every_victim):
-            try:
-                answer = list(
-                    self._policy.eviction.victims(self._states[4], lacking, self._new_round(now))
-                )
-            except DllmSchedError:
-                raise
-            except Exception as error:
-                raise self._policy_error("eviction.victims", None, error) from error
-            victims = self._checked_victims(answer)
-        keys = {
-            view._sequence: self._sort_key(view)
-            for view, how in victims
-            if isinstance(how, Preempt)
-        }
-        gone = {view._sequence for view, _ in victims}
-        lacking = self._still_lacking(short, gone, victims)
-        spares: list[RequestView] = []
-        if lacking > 0:  # the policy freed too little: youngest first, so that the oldest advances
-            for view in self._youngest():
-                if view._sequence in gone:
-                    continue
-                keys[view._sequence] = self._sort_key(view)
-                gone.add(view._sequence)
-                spares.append(view)
-                lacking = self._still_lacking(
-                    short, gone, [*victims, *((one, Preempt.RESTART) for one in spares)]
-                )
-                if lacking <= 0:
-                    break
+        """Ask for victims, and see to it that the rows that are left can grow."""
+        asking, running = self._asking, self._running
+        short = [view for view in self._short if view._status is _RUNNING]
+        victims: list[tuple[RequestView, Preempt | FinishReason]] = []
+        lacking = self._lacking(short, victims)
+        if asking.victims_every_step or (asking.victims and lacking > 0):
+            victims = asking.chosen_victims(max(0, lacking), self._new_round(now), self._is_running)
+            lacking = self._lacking(short, victims)
+        if lacking > 0:
+            # The policy freed too little. Youngest first, so that the oldest row always advances:
+            # growth can then never send everybody back in turn for ever.
+            gone = {view._sequence for view, _ in victims}
+            for view in running.youngest():
+                if view._sequence not in gone:
+                    victims.append((view, Preempt.RESTART))
+                    lacking = self._lacking(short, victims)
+                    if lacking <= 0:
+                        break
+        keys = [asking.sort_key(view) if isinstance(how, Preempt) else () for view, how in victims]
         # nothing below can raise
-        for view, how in victims:
+        for (view, how), key in zip(victims, keys, strict=True):
             if isinstance(how, Preempt):
-                self._preempt(view, how, keys[view._sequence])
+                self._preempt(view, how, key)
             else:
                 self._retire(view, how)
-        for view in spares:
-            self._preempt(view, Preempt.RESTART, keys[view._sequence])
         for view in short:
-            if view._status is RequestStatus.RUNNING and memory is not None:
-                pages = memory.pages(view.request, view._kv_tokens)
-                self._free_pages -= pages - view._num_pages
-                view._num_pages = pages
+            if view._status is _RUNNING:
+                running.grow(view, running.lacks(view))
         self._short.clear()
 
-    def _still_lacking(
-        self, short: list[RequestView], gone: set[int], victims: Sequence[tuple[RequestView, Any]]
+    def _lacking(
+        self, short: list[RequestView], victims: list[tuple[RequestView, Preempt | FinishReason]]
     ) -> int:
-        memory = self._capacity.memory
-        if memory is None or not short:
-            return 0
-        need = sum(
-            memory.pages(view.request, view._kv_tokens) - view._num_pages
-            for view in short
-            if view._sequence not in gone
-        )
+        """Pages that ``short`` still lacks once the victims have left. O(short + victims)."""
+        gone = {view._sequence for view, _ in victims}
+        need = sum(self._running.lacks(view) for view in short if view._sequence not in gone)
         if not need:
             return 0
-        return need - self._free_pages - sum(view._num_pages for view, _ in victims)
+        return need - self._running.free_pages - sum(view._num_pages for view, _ in victims)
 
-    def _checked_victims(self, answer: list[Any]) -> list[tuple[RequestView, Any]]:
-        seen: set[int] = set()
-        for one in answer:
-            view, how = one if isinstance(one, tuple) and len(one) == 2 else (None, None)
-            if (
-                not isinstance(view, RequestView)
-                or view._status is not RequestStatus.RUNNING
-                or self._views.get(view.request.id) is not view
-                or view._sequence in seen
-                or not isinstance(how, Preempt | FinishReason)
-            ):
-                raise PolicyError(
-                    f"policy {self._policy.name!r}: victims must be (running row, KEEP | RESTART | "
-                    f"finish reason), each row once; got {one!r}"
-                )
-            seen.add(view._sequence)
-        return answer
-
-    def _expire(self, now: float) -> None:
-        if self._expiries.first() > now:
+    def _renew_knobs(self, now: float) -> None:
+        """Ask again for rows whose knobs ran out or, if declared, that crossed a boundary."""
+        asking = self._asking
+        due = [view for view in self._knob_expiries.pop_due(now) if view._status is _RUNNING]
+        seen = {view._sequence for view in due}
+        for view in self._knob_boundaries:
+            if view._status is _RUNNING and view._sequence not in seen:
+                seen.add(view._sequence)
+                due.append(view)
+        if not due:
             return
-        for view in self._expiries.pop_due(now):
-            self._end(view, view._expire_reason)
-
-    def _observe(self) -> None:
-        """Feed the strategies what happened since they were last asked."""
-        if not self._unobserved:
-            return
-        states = list(self._states)
-        event: Event | None = None
+        counts = self._view(now)
         try:
-            for event in self._unobserved:
-                kind = type(event)
-                for axis, strategy in self._observing.get(kind, ()):
-                    states[axis] = strategy.observe(states[axis], event)
-        except Exception as error:
-            raise PolicyError(
-                f"policy {self._policy.name!r}: observe raised {error!r} on {event!r}"
-            ) from error
-        self._states = states
-        self._unobserved.clear()
+            answers = [asking.row_knobs(view, counts) for view in due]
+        except BaseException:
+            for view in due:
+                if view._knobs_until <= now:
+                    self._knob_expiries.push(view._knobs_until, view)
+            raise
+        self._knob_boundaries.clear()
+        for view, (knobs, until) in zip(due, answers, strict=True):
+            self._arm_knobs(view, until)
+            if knobs != view._knobs:
+                self._running.set_knobs(view, knobs)
 
     # --- changes of one request -----------------------------------------------------------------
 
     def _join(self, view: RequestView, now: float, knobs: Knobs) -> None:
         advance(view, Change.ADMIT)
-        slot = self._free_slots.pop()
-        request = view.request
-        self._slots[slot] = view
-        view._slot = slot
         if view._admitted_at is None:
             view._admitted_at = now
-        view._join_number = self._join_number
-        self._join_number += 1
-        memory = self._capacity.memory
-        if memory is not None:
-            view._num_pages = memory.pages(request, view._kv_tokens or request.prompt_len)
-            self._free_pages -= view._num_pages
-        self._num_running += 1
-        self._tokens_in_rows += view._max_tokens
-        view._knobs = knobs
-        key_rows = self._keys.get(request.batch_key)
-        if key_rows is None:
-            key_rows = self._keys[request.batch_key] = KeyRows(request.batch_key)
-            self._turns.append(key_rows)
-        key_rows.size += 1
-        row = Row(slot, request, view._phase, view._max_tokens, knobs, view._resumed)
-        self._cohort(key_rows, view._phase).add(view, row)
+        slot = self._running.join(view, knobs)
         if view._step_limit != _INF:
             left = view._step_limit - view.num_steps
-            self._limit_steps = min(self._limit_steps, self._num_steps + left)
+            self._limit_step = min(self._limit_step, self._num_steps + left)
         self._joined.append(view)
-        if self._keep_joins:
-            joins = self._joins
-            joins.append((view._join_number, view))
-            if len(joins) > 64 and len(joins) > 2 * self._num_running:
-                self._joins = [j for j in joins if self._is_join(j)]
-        if self._needs_length or self._needs_lanes:
-            self._count_row(view)
         if self._watch:
+            waited_s = now - view._arrived_at
             self._emit(
                 RequestJoined(
-                    now, request.id, slot, self._step_id, now - view._arrived_at, view._resumed
+                    now, view.request.id, slot, self._next_step_id, waited_s, view._resumed
                 )
             )
-
-    def _cohort(self, key_rows: KeyRows, phase: Phase) -> Cohort:
-        cohort = key_rows.cohorts.get(phase)
-        if cohort is None:
-            cohort = key_rows.cohorts[phase] = Cohort(phase)
-        return cohort
-
-    def _count_row(self, view: RequestView) -> None:
-        if self._needs_length:
-            heappush(self._lengths, (-view.request.max_total_tokens, view._join_number, view))
-        if self._needs_lanes:
-            lane = self._queue.lane_of(view)
-            self._running_by_lane[lane] = self._running_by_lane.get(lane, 0) + 1
-
-    def _leave(self, view: RequestView) -> None:
-        """Take a row out of the running set; its slot comes back by ``_free``."""
-        cohort = view._cohort
-        if not isinstance(cohort, Cohort):
-            raise InvariantError(f"request {view.request.id!r} runs in no cohort. {self._dump()}")
-        cohort.remove(view)
-        key_rows = self._keys[view.request.batch_key]
-        key_rows.size -= 1
-        if not key_rows.size:
-            del self._keys[view.request.batch_key]
-            self._turns.remove(key_rows)
-        self._num_running -= 1
-        self._tokens_in_rows -= view._max_tokens
-        if self._needs_lanes:
-            lane = self._queue.lane_of(view)
-            left = self._running_by_lane[lane] - 1
-            if left:
-                self._running_by_lane[lane] = left
-            else:
-                del self._running_by_lane[lane]
-        self._retired += 1
-        self._touch()
-
-    def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
-        """Give slot and pages back, and tell so."""
-        slot = view._slot
-        if slot is None:
-            raise InvariantError(f"request {view.request.id!r} holds no slot. {self._dump()}")
-        self._slots[slot] = None
-        view._slot = None
-        if slot < self._capacity.max_num_seqs:
-            self._free_slots.append(slot)
-        self._free_pages += view._num_pages
-        view._num_pages = 0
-        self._released.append(Released(slot, view.request, reason, kept))
 
     def _end(
         self, view: RequestView, reason: FinishReason, *, error: BaseException | None = None
     ) -> None:
         """Finish a request in whatever state."""
-        if view._status is RequestStatus.RUNNING:
+        if view._status is _RUNNING:
             self._retire(view, reason, error=error)
             return
         self._queue.discard(view)
-        self._finish(view, reason, None, error)
-        if self._asks_settle or self._asks_due or self._blocked is not None:
+        self._finish(view, reason, error=error)
+        if self._blocked is not None or self._asking.due or self._asking.settle:
             self._touch()
 
     def _retire(
@@ -1352,55 +1007,52 @@ class Scheduler:
         error: BaseException | None = None,
     ) -> None:
         """Finish a running request; a slot whose step is in flight is quarantined until then."""
-        self._leave(view)
-        self._finish(view, reason, output, error)
+        self._running.leave(view)
+        self._retired += 1
+        self._touch()
+        self._finish(view, reason, output=output, error=error)
         if self._in_flight is not None:
             self._zombies.append((view, reason))
         else:
             self._free(view, reason)
 
+    def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
+        """Give slot and pages back, and tell so."""
+        slot = self._running.free(view)
+        self._released.append(_new(Released, (slot, view.request, reason, kept)))
+
     def _finish(
         self,
         view: RequestView,
         reason: FinishReason,
-        output: Any,
-        error: BaseException | None,
+        *,
+        output: Any = None,
+        error: BaseException | None = None,
     ) -> None:
         advance(view, Change.FINISH)
         request = view.request
         del self._views[request.id]
         self._num_finished += 1
         self._by_reason[reason] += 1
-        finished = Finished(
-            request,
-            reason,
-            view._arrived_at,
-            view._admitted_at,
-            self._now,
-            view._steps_base,
-            view._num_blocks_done,
-            output,
-            error,
+        arrived_at, admitted_at = view._arrived_at, view._admitted_at
+        steps, blocks = view._steps_base, view._num_blocks_done
+        now = self._now
+        self._finished.append(
+            _new(
+                Finished,
+                (request, reason, arrived_at, admitted_at, now, steps, blocks, output, error),
+            )
         )
-        self._finished.append(finished)
         if self._watch:
             self._emit(
-                RequestFinished(
-                    self._now,
-                    request.id,
-                    reason,
-                    view._arrived_at,
-                    view._admitted_at,
-                    view._steps_base,
-                    view._num_blocks_done,
-                )
+                RequestFinished(now, request.id, reason, arrived_at, admitted_at, steps, blocks)
             )
 
     def _preempt(self, view: RequestView, how: Preempt, key: tuple[float, ...]) -> None:
         """Send a row back to the queue under its old arrival number."""
         kept = how is Preempt.KEEP
         slot = view._slot
-        self._leave(view)
+        self._running.leave(view)
         self._free(view, None, kept=kept)
         advance(view, Change.PREEMPT)
         request = view.request
@@ -1412,14 +1064,14 @@ class Scheduler:
             view._masked_remaining = None
             view._phase = Phase.PREFILL
             view._max_tokens = self._capacity.max_tokens(request, Phase.PREFILL)
-        view._knobs_until = _INF
         view._step_limit = _INF
-        view._expire_reason = FinishReason.DEADLINE
-        view._expire_at = _INF
+        self._arm_knobs(view, _INF)
         self._arm(view, request.deadline_at)
         self._queue.push(view, key)
+        self._retired += 1
         self._num_preempted += 1
         self._progressed = True
+        self._touch()
         if self._watch and slot is not None:
             self._emit(RequestPreempted(self._now, request.id, slot, kept))
 
@@ -1431,98 +1083,33 @@ class Scheduler:
                 self._expiries.push(instant, view)
         if instant < self._wake_at:
             self._wake_at = instant
-        view._expire_reason = FinishReason.DEADLINE
 
     def _arm_knobs(self, view: RequestView, until: float) -> None:
         view._knobs_until = until
         if until != _INF:
             self._knob_expiries.push(until, view)
 
-    def _rewrite_row(self, view: RequestView, knobs: Knobs) -> None:
-        """Give a running row new knobs, phase or token bound in the next batch."""
-        cohort = view._cohort
-        slot = view._slot
-        if not isinstance(cohort, Cohort) or slot is None:
-            raise InvariantError(f"request {view.request.id!r} is not running. {self._dump()}")
-        view._knobs = knobs
-        cohort.replace(
-            view, Row(slot, view.request, view._phase, view._max_tokens, knobs, view._resumed)
-        )
-        self._quiet = False
-
-    # --- knobs ----------------------------------------------------------------------------------
-
-    def _ask_knobs(self, view: RequestView, counts: SchedulerView) -> tuple[Knobs, float]:
-        try:
-            return _checked_knobs(
-                self._policy.control.knobs(self._states[5], view, counts), counts.now
-            )
-        except Exception as error:
-            raise self._policy_error("control.knobs", view, error) from error
-
-    def _renew_knobs(self, now: float) -> None:
-        """Ask again for rows whose knobs ran out or, if declared, that crossed a boundary."""
-        due = [v for v in self._knob_expiries.pop_due(now) if v._status is RequestStatus.RUNNING]
-        if "blocks" in self._policy.control.needs:
-            seen = {view._sequence for view in due}
-            due.extend(
-                view
-                for view in self._knob_boundaries
-                if view._status is RequestStatus.RUNNING and view._sequence not in seen
-            )
-        if not due:
-            return
-        counts = self._view(now)
-        try:
-            answers = [self._ask_knobs(view, counts) for view in due]
-        except PolicyError:
-            for view in due:
-                self._knob_expiries.push(view._knobs_until, view)
-            raise
-        self._knob_boundaries.clear()
-        for view, (knobs, until) in zip(due, answers, strict=True):
-            self._arm_knobs(view, until)
-            if knobs != view._knobs:
-                self._rewrite_row(view, knobs)
-
     # --- outcomes -------------------------------------------------------------------------------
 
-    def _tick(self, batch: StepBatch, now: float, steps: int) -> None:
-        """Everybody in the batch advances."""
-        views = self._flight_views
-        if views is None:
-            for cohort in self._flight_cohorts:
-                cohort.clock += steps
-        else:
-            for view in views:
-                if view._status is RequestStatus.RUNNING:
-                    view._steps_base += steps
-                    if isinstance(view._cohort, Cohort):
-                        view._cohort.push_limit(view)
-        self._now = now
-        self._in_flight = None
-        self._num_steps += steps
-        self._row_steps += len(batch.rows) * steps
-        if self._queue.size:
-            self._wasted += len(self._free_slots) * steps
+    def _advance_chosen(self, views: tuple[RequestView, ...], steps: int) -> None:
+        """Let rows that were chosen one by one advance; their cohorts' clocks stand."""
+        for view in views:
+            if view._status is _RUNNING:
+                view._steps_base += steps
+                if view._step_limit != _INF:
+                    cohort_of(view).push_limit(view)
 
     def _in_batch(self, slot: object, column: str) -> RequestView:
-        """The request that has a slot in the batch in flight; cancelled ones still have theirs."""
-        slots = self._slots
-        view = (
-            slots[slot]
-            if isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(slots)
-            else None
-        )
-        if view is not None and (
-            view._status is RequestStatus.FINISHED
-            or (
-                view._cohort in self._flight_cohorts
-                if self._flight_views is None
-                else view in self._flight_views
-            )
-        ):
-            return view
+        """The request that has a slot in the batch in flight; one that ended still has its own."""
+        slots = self._running.slots
+        if isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(slots):
+            view = slots[slot]
+            if view is not None:
+                chosen = self._flight_views
+                if view._status is not _RUNNING or (
+                    view._cohort in self._flight_cohorts if chosen is None else view in chosen
+                ):
+                    return view
         batch = self._in_flight
         raise OutcomeError(
             f"{column}: slot {slot!r} is not in the batch of step "
@@ -1530,301 +1117,111 @@ class Scheduler:
             f"{sorted(row.slot for row in batch.rows) if batch else []}"
         )
 
-    def _check_outcome(self, batch: StepBatch, outcome: StepOutcome) -> None:
-        """Refuse an outcome that cannot be; before anything is changed."""
-        if outcome is NOTHING:
-            if self._flight_progress:
-                raise OutcomeError(
-                    f"complete_step: policy {self._policy.name!r} needs masked_remaining, one "
-                    f"count per row of step {batch.step_id}; got none"
-                )
-            return
-        if not isinstance(outcome, StepOutcome):
-            raise OutcomeError(f"complete_step: expected a StepOutcome, got {outcome!r}")
-        self._check_column("finished", outcome.finished, RowFinished)
-        self._check_column("boundaries", outcome.boundaries, BlockBoundary)
-        self._check_column("phases", outcome.phases, PhaseChange)
-        self._check_column("failed", outcome.failed, RowFailed)
-        if outcome.finished and outcome.failed:
-            twice = {f.slot for f in outcome.finished} & {f.slot for f in outcome.failed}
-            if twice:
-                raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
-        for one in outcome.finished:
-            if not isinstance(one.reason, FinishReason):
-                raise OutcomeError(
-                    f"finished: slot {one.slot}: expected a FinishReason, got {one.reason!r}"
-                )
-        for failed in outcome.failed:
-            if not isinstance(failed.error, BaseException):
-                raise OutcomeError(
-                    f"failed: slot {failed.slot}: expected an exception, got {failed.error!r}"
-                )
-        for change in outcome.phases:
-            if not isinstance(change.phase, Phase):
-                raise OutcomeError(
-                    f"phases: slot {change.slot}: expected a Phase, got {change.phase!r}"
-                )
-        for boundary in outcome.boundaries:
-            self._check_boundary(boundary)
-        remaining = outcome.masked_remaining
-        if remaining is None:
-            if self._flight_progress:
-                raise OutcomeError(
-                    f"complete_step: policy {self._policy.name!r} needs masked_remaining, one "
-                    f"count per row of step {batch.step_id}; got none"
-                )
-        elif len(remaining) != len(batch.rows) or not all(
-            isinstance(count, int) and count >= 0 for count in remaining
-        ):
-            raise OutcomeError(
-                f"masked_remaining: expected {len(batch.rows)} counts >= 0 (one per row of step "
-                f"{batch.step_id}), got {remaining!r}"
-            )
-
-    def _check_column(self, name: str, column: Any, kind: type[Any]) -> None:
-        seen: set[int] = set()
-        for one in column:
-            if not isinstance(one, kind):
-                raise OutcomeError(f"{name}: expected {kind.__name__} values, got {one!r}")
-            view = self._in_batch(one[0], name)
-            if view._sequence in seen:
-                raise OutcomeError(f"{name}: slot {one[0]} ({view.request.id!r}) is named twice")
-            seen.add(view._sequence)
-
-    def _check_boundary(self, boundary: BlockBoundary) -> None:
-        slot, blocks, tokens = boundary
-        view = self._in_batch(slot, "boundaries")
-        request = view.request
-        if not isinstance(blocks, int) or not isinstance(tokens, int):
-            raise OutcomeError(f"boundaries: slot {slot}: expected ints, got {boundary!r}")
-        if not view._num_blocks_done <= blocks <= request.max_blocks:
-            raise OutcomeError(
-                f"boundaries: slot {slot} ({request.id!r}): num_blocks_done {blocks} is not between "
-                f"the {view._num_blocks_done} reported before and its {request.max_blocks} blocks"
-            )
-        if not view._kv_tokens <= tokens <= request.max_total_tokens:
-            raise OutcomeError(
-                f"boundaries: slot {slot} ({request.id!r}): kv_tokens {tokens} is not between the "
-                f"{view._kv_tokens} reported before and its {request.max_total_tokens} tokens"
-            )
-
     def _apply(self, batch: StepBatch, outcome: StepOutcome) -> None:
         """Carry out a checked outcome. Calls no policy, so it cannot fail half-way."""
-        slots = self._slots
+        slots = self._running.slots
         if outcome.masked_remaining is not None:
             for row, remaining in zip(batch.rows, outcome.masked_remaining, strict=True):
                 view = slots[row.slot]
                 if view is not None:
                     view._masked_remaining = remaining
         for boundary in outcome.boundaries:
-            view = slots[boundary.slot]
-            if view is not None and view._status is RequestStatus.RUNNING:
+            if (view := slots[boundary.slot]) is not None and view._status is _RUNNING:
                 self._cross(view, boundary)
         for slot, phase in outcome.phases:
-            view = slots[slot]
-            if view is not None and view._status is RequestStatus.RUNNING:
+            if (view := slots[slot]) is not None and view._status is _RUNNING:
                 self._change_phase(view, phase)
         for slot, error in outcome.failed:
-            view = slots[slot]
-            if view is not None and view._status is RequestStatus.RUNNING:
+            if (view := slots[slot]) is not None and view._status is _RUNNING:
                 self._retire(view, FinishReason.ERROR, error=error)
         for slot, reason, output in outcome.finished:
-            view = slots[slot]
-            if view is not None and view._status is RequestStatus.RUNNING:
+            if (view := slots[slot]) is not None and view._status is _RUNNING:
                 self._retire(view, reason, output=output)
 
     def _cross(self, view: RequestView, boundary: BlockBoundary) -> None:
         """Record a block boundary; reserve the pages that the coming step may write."""
         _, blocks, tokens = boundary
+        asking, running = self._asking, self._running
         self._num_blocks += blocks - view._num_blocks_done
         view._num_blocks_done = blocks
         view._kv_tokens = tokens
         memory = self._capacity.memory
         if memory is not None and memory.grows:
-            pages = memory.pages(view.request, tokens)
-            more = pages - view._num_pages
-            if more > 0:
-                if more <= self._free_pages and not self._short:
-                    self._free_pages -= more
-                    view._num_pages = pages
-                else:
-                    if view not in self._short:
-                        self._short.append(view)
-                    self._quiet = False
-        if self._needs_blocks:
+            more = running.lacks(view)
+            if more and (more > running.free_pages or self._short):
+                if view not in self._short:
+                    self._short.append(view)
+                self._quiet = False
+            elif more:
+                running.grow(view, more)
+        if asking.needs_blocks:
             self._boundaries.append(view)
             self._touch()
-        if self._asks_knobs and "blocks" in self._policy.control.needs:
+        if asking.knobs_at_blocks:
             self._knob_boundaries.append(view)
-            self._quiet = False
         if self._watch:
             self._emit(BlockDone(self._now, view.request.id, blocks, tokens, view.num_steps))
 
     def _change_phase(self, view: RequestView, phase: Phase) -> None:
         if phase is view._phase:
             return
-        request = view.request
-        tokens = self._capacity.max_tokens(request, phase)
-        cohort = view._cohort
-        if not isinstance(cohort, Cohort) or view._slot is None:
-            raise InvariantError(f"request {request.id!r} is not running. {self._dump()}")
-        cohort.remove(view)
-        view._phase = phase
-        self._tokens_in_rows += tokens - view._max_tokens
-        view._max_tokens = tokens
-        row = Row(view._slot, request, phase, tokens, view._knobs, view._resumed)
-        self._cohort(self._keys[request.batch_key], phase).add(view, row)
+        self._running.move(view, phase)
         self._quiet = False
-        if self._asks_admit:
+        if view._step_limit != _INF:
+            self._limit_step = min(self._limit_step, self._num_steps)
+        if self._asking.admit or self._asking.settle:
             self._dirty = True  # fewer tokens in rows: a token budget may have room now
         if self._watch:
-            self._emit(PhaseChanged(self._now, request.id, phase))
+            self._emit(PhaseChanged(self._now, view.request.id, phase))
 
-    def _meet_step_limits(self) -> None:
+    def _meet_step_caps(self) -> None:
         """End the rows that met their step cap, and find when the next one may."""
-        if self._num_steps < self._limit_steps and self._flight_views is None:
-            return
-        for key_rows in list(self._keys.values()):
-            for cohort in list(key_rows.cohorts.values()):
-                while cohort.next_limit() <= cohort.clock:
-                    self._retire(cohort.limits[0][2], FinishReason.MAX_STEPS)
-        self._limit_steps = self._next_limit_step()
-
-    def _next_limit_step(self) -> float:
-        left = _INF
-        for key_rows in self._keys.values():
-            for cohort in key_rows.cohorts.values():
-                if cohort.limits:
-                    left = min(left, cohort.next_limit() - cohort.clock)
-        return self._num_steps + left
+        for view in self._running.at_limit():
+            self._retire(view, FinishReason.MAX_STEPS)
+        self._limit_step = self._num_steps + self._running.steps_to_limit()
 
     def _land(self, steps: int) -> None:
         """No step is in flight any more: give back the slots of rows that ended meanwhile."""
+        if self._zombies:
+            self._touch()
         for view, reason in self._zombies:
             self._wasted += steps
             self._free(view, reason)
-        if self._zombies:
-            self._zombies.clear()
-            self._touch()
-
-    # --- policy ---------------------------------------------------------------------------------
-
-    def _set_policy(self, policy: Policy, states: list[Any]) -> None:
-        """Install a policy and an empty queue for it."""
-        needs = policy.needs
-        self._policy = policy
-        self._states = states
-        self._needs_rows = "rows" in needs
-        self._needs_blocks = "blocks" in needs
-        self._needs_progress = "progress" in needs
-        self._needs_lanes = "lanes" in needs
-        self._needs_length = "max_length" in needs
-        self._asks_key = policy.ordering.asks("key")
-        self._asks_accept = policy.admission.asks("accept")
-        self._asks_admit = policy.admission.asks("admit")
-        self._asks_joined = policy.admission.asks("joined")
-        self._asks_settle = policy.admission.asks("settle")
-        self._asks_recheck = policy.admission.asks("recheck")
-        self._asks_due = policy.timeout.asks("due")
-        self._asks_select = policy.composition.asks("select")
-        self._asks_limits = policy.eviction.asks("limits")
-        self._asks_victims = policy.eviction.asks("victims")
-        self._asks_every_victim = self._asks_victims and "every_step" in policy.eviction.needs
-        self._asks_knobs = policy.control.asks("knobs")
-        self._asks_batch_knobs = policy.control.asks("batch_knobs")
-        self._asks_hints = policy.control.asks("hints")
-        self._every_step = "every_step" in needs
-        self._due_every_step = policy.timeout.scope == "step"
-        self._keep_joins = self._asks_victims or _grows(self._capacity)
-        self._observing: dict[type[Any], list[tuple[int, Any]]] = {}
-        for axis, strategy in enumerate(policy.strategies):
-            for kind in strategy.observes:
-                self._observing.setdefault(kind, []).append((axis, strategy))
-        self._set_watch()
-        self._key_length = None
-        self._knob_boundaries: list[RequestView] = []
-        self._progressed = False
-        self._queue = WaitingQueue(by_class=self._needs_lanes, track_arrivals=self._asks_due)
-        self._unobserved.clear()
-        self._batch_knobs = NO_KNOBS
-        self._batch_knobs_until = -_INF
-        self._recheck_step = _INF
-        self._touch()
-
-    def _set_watch(self) -> None:
-        self._watch_steps = bool(self._observers) or not _STEP_EVENTS.isdisjoint(self._observing)
-        self._watch = bool(self._observers) or bool(self._observing.keys() - _STEP_EVENTS)
-
-    def _key(self, policy: Policy, state: Any, view: RequestView) -> tuple[float, ...]:
-        """Ask the ordering; a key that could break a heap is refused here."""
-        try:
-            key = policy.ordering.key(state, view)
-        except Exception as error:
-            raise self._policy_error("ordering.key", view, error, policy) from error
-        if not isinstance(key, tuple):
-            raise PolicyError(
-                f"policy {policy.name!r}: a key must be a tuple of numbers, got {key!r} for "
-                f"request {view.request.id!r}"
-            )
-        for part in key:
-            if not isinstance(part, int | float) or part != part:
-                raise PolicyError(
-                    f"policy {policy.name!r}: a key holds numbers, never NaN; got {key!r} for "
-                    f"request {view.request.id!r}"
-                )
-        return key
-
-    def _sort_key(self, view: RequestView) -> tuple[float, ...]:
-        if not self._asks_key:
-            return ()
-        key = self._key(self._policy, self._states[0], view)
-        if self._key_length is None:
-            self._key_length = len(key)
-        self._check_key_length(self._policy, key, self._key_length, view)
-        return key
-
-    def _check_key_length(
-        self, policy: Policy, key: tuple[float, ...], length: int, view: RequestView
-    ) -> None:
-        if len(key) != length:
-            raise PolicyError(
-                f"policy {policy.name!r}: keys must have one length, got {key!r} for request "
-                f"{view.request.id!r} after keys of {length}"
-            )
-
-    def _limits(self, policy: Policy, view: RequestView) -> tuple[float, float]:
-        try:
-            instant, steps = policy.eviction.limits(view)
-            valid = instant <= _INF and steps >= 1
-        except Exception as error:
-            raise self._policy_error("eviction.limits", view, error, policy) from error
-        if not valid:
-            raise PolicyError(
-                f"policy {policy.name!r}: limits must be (instant, steps >= 1), got "
-                f"{(instant, steps)!r} for request {view.request.id!r}"
-            )
-        return instant, steps
-
-    def _policy_error(
-        self,
-        hook: str,
-        view: RequestView | None,
-        error: Exception,
-        policy: Policy | None = None,
-    ) -> PolicyError:
-        policy = self._policy if policy is None else policy
-        axis = hook.split(".", maxsplit=1)[0]
-        about = "" if view is None else f" about request {view.request.id!r}"
-        return PolicyError(
-            f"policy {policy.name!r}: {hook} of {getattr(policy, axis)!r} raised {error!r}{about}; "
-            "nothing was changed"
-        )
+        self._zombies.clear()
 
     # --- small change -----------------------------------------------------------------------------
+
+    def _install(self, asking: Asking) -> None:
+        """Put a policy in force, with an empty queue for it."""
+        self._asking = asking
+        self._queue = WaitingQueue(by_class=asking.needs_lanes, track_arrivals=asking.due)
+        self._keep_counts()
+        self._set_watch()
+        self._unobserved = []
+        self._knob_boundaries = []
+        self._recheck_step = _INF
+        self._due_at = _INF
+        self._batch_knobs_until = _INF
+        self._touch()
+
+    def _keep_counts(self) -> None:
+        memory = self._capacity.memory
+        self._running.keep(
+            joins=self._asking.victims or (memory is not None and memory.grows),
+            lanes=self._asking.needs_lanes,
+            lengths=self._asking.needs_length,
+        )
 
     def _touch(self) -> None:
         self._quiet = False
         self._dirty = True
+
+    def _is_running(self, view: object) -> bool:
+        return (
+            isinstance(view, RequestView)
+            and view._status is _RUNNING
+            and self._views.get(view.request.id) is view
+        )
 
     def _reject(self, request: Request, reason: str, now: float) -> Rejected:
         self._now = now
@@ -1845,11 +1242,18 @@ class Scheduler:
         if self._released:
             released = tuple(self._released)
             self._released.clear()
-        return Update(batch, finished, released, wake_at)
+        update: Update = _new(Update, (batch, finished, released, wake_at))
+        return update
+
+    def _set_watch(self) -> None:
+        observed = self._asking.observed
+        self._watch_steps = bool(self._observers) or not STEP_EVENTS.isdisjoint(observed)
+        self._watch = bool(self._observers) or bool(observed - STEP_EVENTS)
 
     def _emit(self, event: Event) -> None:
-        self._events.append(event)
-        if type(event) in self._observing:
+        if self._observers:
+            self._events.append(event)
+        if type(event) in self._asking.observed:
             self._unobserved.append(event)
             self._quiet = False
 
@@ -1867,9 +1271,10 @@ class Scheduler:
                 self._observers.remove(observer)
                 self._set_watch()
 
-    def _check_clock(self, call: str, now: float) -> None:
+    def _set_now(self, call: str, now: float) -> None:
         if not self._now <= now < _INF:
             self._bad_clock(call, now)
+        self._now = now
 
     def _bad_clock(self, call: str, now: object) -> None:
         raise ClockError(
@@ -1897,64 +1302,12 @@ class Scheduler:
                 "(see horizon)"
             )
 
-    def _running(self) -> list[RequestView]:
-        return [v for v in self._slots if v is not None and v._status is RequestStatus.RUNNING]
-
-    def _is_join(self, join: tuple[int, RequestView]) -> bool:
-        number, view = join
-        return view._status is RequestStatus.RUNNING and view._join_number == number
-
-    def _youngest(self) -> Iterator[RequestView]:
-        joins = self._joins
-        while joins and not self._is_join(joins[-1]):
-            joins.pop()
-        return (join[1] for join in reversed(joins) if self._is_join(join))
-
-    def _longest(self) -> int:
-        lengths = self._lengths
-        while lengths:
-            _, number, view = lengths[0]
-            if self._is_join((number, view)):
-                return -lengths[0][0]
-            heappop(lengths)
-        return 0
-
     def _dump(self) -> str:
-        """A few lines about the state, for error messages."""
-        head = self._queue.peek()
+        """The state in a line, for error messages."""
+        running = self._running
         return (
-            f"[now={self._now} waiting={self._queue.size} running={self._num_running} "
-            f"free_slots={len(self._free_slots)} free_pages={self._free_pages} "
-            f"draining={self._draining} paused={self._paused} head={head!r} "
-            f"blocked={self._blocked} due_at={self._due_at} policy={self._policy.name!r}]"
+            f"[now={self._now} waiting={self._queue.size} running={running.size} "
+            f"free_slots={len(running.free_slots)} free_pages={running.free_pages} "
+            f"draining={self._draining} paused={self._paused} head={self._queue.peek()!r} "
+            f"blocked={self._blocked} due_at={self._due_at} policy={self.policy.name!r}]"
         )
-
-
-def _checked_policy(policy: Policy, capacity: Capacity) -> Policy:
-    if not isinstance(policy, Policy):
-        raise ConfigError(
-            f"expected a Policy (see dllm_sched.policies.presets for ready ones), got {policy!r}"
-        )
-    policy.validate(capacity)
-    return policy
-
-
-def _checked_knobs(answer: Any, now: float) -> tuple[Knobs, float]:
-    """Refuse an answer that is not (mapping, later instant)."""
-    knobs, until = answer
-    if not isinstance(knobs, Mapping):
-        raise TypeError(f"knobs must be a mapping, got {knobs!r}")
-    if not until > now:
-        raise ValueError(f"knobs must hold beyond now={now}, got until={until!r}")
-    return knobs, until
-
-
-def _grows(capacity: Capacity) -> bool:
-    return capacity.memory is not None and capacity.memory.grows
-
-
-def _row_of(view: RequestView) -> Row:
-    cohort = view._cohort
-    if not isinstance(cohort, Cohort):
-        raise InvariantError(f"request {view.request.id!r} is not running")
-    return cohort.rows[view._index]

@@ -422,9 +422,11 @@ def _rows_of(selection: Selection, round: Round) -> list[RequestView]:
     phases = _phases_of(selection)
     if phases is not None:
         return [rv for rv in round.rows if rv.phase in phases]
-    return [] if isinstance(selection, _All) else [
-        one for one in selection if isinstance(one, RequestView)
-    ]
+    return (
+        []
+        if isinstance(selection, _All)
+        else [one for one in selection if isinstance(one, RequestView)]
+    )
 
 
 def _intersect(left: Selection, right: Selection, round: Round) -> Selection:

@@ -79,9 +79,7 @@ def by_name(name: str, **arguments: Any) -> Policy:
     try:
         preset = PRESETS[name]
     except KeyError:
-        raise ConfigError(
-            f"unknown policy {name!r}; known: {', '.join(sorted(PRESETS))}"
-        ) from None
+        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(PRESETS))}") from None
     try:
         return preset(**arguments)
     except TypeError as error:

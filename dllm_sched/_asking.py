@@ -1,0 +1,288 @@
+"""The policy in force: its states, what it answers to, and the checks on its answers.
+
+The core owns correctness. Whatever a strategy raises, and whatever nonsense it answers, becomes a
+``PolicyError`` here that names policy, hook and request, before anything is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dllm_sched.batch import Knobs
+from dllm_sched.capacity import Capacity
+from dllm_sched.errors import ConfigError, DllmSchedError, PolicyError
+from dllm_sched.events import Event, StepCompleted, StepFailed, StepPlanned
+from dllm_sched.policies.base import ALL, Policy, Preempt, Strategy
+from dllm_sched.request import FinishReason, Phase, RequestStatus, RequestView
+from dllm_sched.view import Round, SchedulerView
+
+__all__ = ["STEP_EVENTS", "Asking"]
+
+STEP_EVENTS = frozenset({StepPlanned, StepCompleted, StepFailed})
+
+_INF = math.inf
+_ORDERING, _ADMISSION, _TIMEOUT, _COMPOSITION, _EVICTION, _CONTROL = range(6)
+
+
+class Asking:
+    """A policy with its states, as one scheduler asks it.
+
+    The flags say which hooks anybody answers; what nobody answers is never called.
+    """
+
+    def __init__(self, policy: Policy, capacity: Capacity, previous: Asking | None = None) -> None:
+        if not isinstance(policy, Policy):
+            raise ConfigError(
+                f"expected a Policy (see dllm_sched.presets for ready ones), got {policy!r}"
+            )
+        policy.validate(capacity)
+        needs = policy.needs
+        self.policy = policy
+        self.needs_rows = "rows" in needs
+        self.needs_blocks = "blocks" in needs
+        self.needs_progress = "progress" in needs
+        self.needs_lanes = "lanes" in needs
+        self.needs_length = "max_length" in needs
+        self.every_step = "every_step" in needs
+        self.key = policy.ordering.asks("key")
+        self.accept = policy.admission.asks("accept")
+        self.admit = policy.admission.asks("admit")
+        self.joined = policy.admission.asks("joined")
+        self.settle = policy.admission.asks("settle")
+        self.recheck = policy.admission.asks("recheck")
+        self.due = policy.timeout.asks("due")
+        self.due_every_step = self.due and policy.timeout.scope == "step"
+        self.select = policy.composition.asks("select")
+        self.limits = policy.eviction.asks("limits")
+        self.victims = policy.eviction.asks("victims")
+        self.victims_every_step = self.victims and "every_step" in policy.eviction.needs
+        self.knobs = policy.control.asks("knobs")
+        self.knobs_at_blocks = self.knobs and "blocks" in policy.control.needs
+        self.batch_knobs = policy.control.asks("batch_knobs")
+        self.hints = policy.control.asks("hints")
+        self.phases = self.select or self.settle
+        self._key_length: int | None = None
+        self._observing: dict[type[Any], list[tuple[int, Strategy]]] = {}
+        for axis, strategy in enumerate(policy.strategies):
+            for kind in strategy.observes:
+                self._observing.setdefault(kind, []).append((axis, strategy))
+        self.observed = frozenset(self._observing)
+        self.states = tuple(
+            previous.states[axis]
+            if previous is not None and previous.policy.strategies[axis] is strategy
+            else self._init(strategy)
+            for axis, strategy in enumerate(policy.strategies)
+        )
+
+    def _init(self, strategy: Strategy) -> Any:
+        try:
+            return strategy.init()
+        except Exception as error:
+            raise PolicyError(
+                f"policy {self.policy.name!r}: init of {strategy!r} raised {error!r}"
+            ) from error
+
+    def error(self, hook: str, cause: Exception, view: RequestView | None = None) -> PolicyError:
+        """What to raise (``from cause``) after a strategy raised."""
+        axis = getattr(self.policy, hook.split(".", maxsplit=1)[0])
+        about = "" if view is None else f" about request {view.request.id!r}"
+        return PolicyError(
+            f"policy {self.policy.name!r}: {hook} of {axis!r} raised {cause!r}{about}; nothing was "
+            "changed"
+        )
+
+    def wrong(self, what: str, view: RequestView | None = None) -> PolicyError:
+        """What to raise after a strategy answered nonsense."""
+        about = "" if view is None else f" for request {view.request.id!r}"
+        return PolicyError(f"policy {self.policy.name!r}: {what}{about}; nothing was changed")
+
+    # --- ordering -----------------------------------------------------------------------------
+
+    def sort_key(self, view: RequestView) -> tuple[float, ...]:
+        """Ask for a key. One that could break a heap (no number, NaN, another length) is refused.
+
+        O(1).
+        """
+        if not self.key:
+            return ()
+        try:
+            key = self.policy.ordering.key(self.states[_ORDERING], view)
+        except Exception as error:
+            raise self.error("ordering.key", error, view) from error
+        if not isinstance(key, tuple):
+            raise self.wrong(f"a key must be a tuple of numbers, got {key!r}", view)
+        for part in key:
+            if not isinstance(part, int | float) or math.isnan(part):
+                raise self.wrong(f"a key holds numbers, never NaN, got {key!r}", view)
+        if self._key_length is None:
+            self._key_length = len(key)
+        elif len(key) != self._key_length:
+            raise self.wrong(
+                f"keys must have one length, got {key!r} after keys of {self._key_length}", view
+            )
+        return key
+
+    # --- admission ----------------------------------------------------------------------------
+
+    def refusal(self, view: RequestView, counts: SchedulerView) -> str | None:
+        """Ask whether a submitted request is refused, and why."""
+        try:
+            reason = self.policy.admission.accept(self.states[_ADMISSION], view, counts)
+        except Exception as error:
+            raise self.error("admission.accept", error, view) from error
+        if reason is not None and not isinstance(reason, str):
+            raise self.wrong(f"accept must return a reason (str) or None, got {reason!r}", view)
+        return reason
+
+    @property
+    def admission_state(self) -> Any:
+        """The state that a round starts from."""
+        return self.states[_ADMISSION]
+
+    def set_admission_state(self, state: Any) -> None:
+        """Commit what ``settle`` returned."""
+        self.states = (self.states[0], state, *self.states[2:])
+
+    # --- timeout ------------------------------------------------------------------------------
+
+    def due_at(self, counts: SchedulerView) -> float:
+        """Ask when a batch of a batch_key must start."""
+        try:
+            due = self.policy.timeout.due(self.states[_TIMEOUT], counts)
+            valid = due <= _INF
+        except Exception as error:
+            raise self.error("timeout.due", error) from error
+        if not valid:
+            raise self.wrong(f"due must be an instant (inf = only by input), got {due!r}")
+        return due
+
+    # --- composition --------------------------------------------------------------------------
+
+    def selection(
+        self, round: Round, is_running: Callable[[Any], bool]
+    ) -> tuple[Any, tuple[RequestView, ...] | None]:
+        """Ask who steps: (``ALL`` or phases, None) or (``ALL``, rows)."""
+        try:
+            answer = self.policy.composition.select(self.states[_COMPOSITION], round)
+            if answer is ALL:
+                return ALL, None
+            chosen: tuple[Any, ...] = tuple(answer)
+        except DllmSchedError:
+            raise
+        except Exception as error:
+            raise self.error("composition.select", error) from error
+        phases = frozenset(one for one in chosen if isinstance(one, Phase))
+        if len(phases) == len(chosen):
+            return phases, None
+        if not self.needs_rows:
+            raise self.wrong(
+                f"select returned {chosen[0]!r}, not phases; to choose rows declare "
+                'needs = frozenset({"rows"})'
+            )
+        self._check_rows("select", chosen, is_running)
+        return ALL, chosen
+
+    def _check_rows(
+        self, hook: str, rows: Sequence[Any], is_running: Callable[[Any], bool]
+    ) -> None:
+        seen: set[int] = set()
+        for view in rows:
+            if not is_running(view) or view.sequence in seen:
+                raise self.wrong(f"{hook} must return running rows, each once; got {view!r}")
+            seen.add(view.sequence)
+
+    # --- eviction -----------------------------------------------------------------------------
+
+    def end_limits(self, view: RequestView) -> tuple[float, float]:
+        """Ask for the (instant, steps) at which a row ends unfinished."""
+        if not self.limits:
+            return (_INF, _INF)
+        try:
+            instant, steps = self.policy.eviction.limits(view)
+            valid = instant <= _INF and steps >= 1
+        except Exception as error:
+            raise self.error("eviction.limits", error, view) from error
+        if not valid:
+            raise self.wrong(
+                f"limits must be (instant, steps >= 1), got {(instant, steps)!r}", view
+            )
+        return instant, steps
+
+    def chosen_victims(
+        self, need_pages: int, round: Round, is_running: Callable[[Any], bool]
+    ) -> list[tuple[RequestView, Preempt | FinishReason]]:
+        """Ask who must leave."""
+        try:
+            answer = list(self.policy.eviction.victims(self.states[_EVICTION], need_pages, round))
+        except DllmSchedError:
+            raise
+        except Exception as error:
+            raise self.error("eviction.victims", error) from error
+        for one in answer:
+            if (
+                not isinstance(one, tuple)
+                or len(one) != 2
+                or not isinstance(one[1], Preempt | FinishReason)
+            ):
+                raise self.wrong(
+                    f"victims must be (row, KEEP | RESTART | finish reason), got {one!r}"
+                )
+        self._check_rows("victims", [row for row, _ in answer], is_running)
+        return answer
+
+    # --- control ------------------------------------------------------------------------------
+
+    def row_knobs(self, view: RequestView, counts: SchedulerView) -> tuple[Knobs, float]:
+        """Ask for a row's knobs and until when they hold."""
+        try:
+            answer = self.policy.control.knobs(self.states[_CONTROL], view, counts)
+            return self._knobs(answer, counts.now)
+        except DllmSchedError:
+            raise
+        except Exception as error:
+            raise self.error("control.knobs", error, view) from error
+
+    def whole_batch_knobs(self, counts: SchedulerView) -> tuple[Knobs, float]:
+        """Ask for the batch's knobs and until when they hold."""
+        try:
+            answer = self.policy.control.batch_knobs(self.states[_CONTROL], counts)
+            return self._knobs(answer, counts.now)
+        except DllmSchedError:
+            raise
+        except Exception as error:
+            raise self.error("control.batch_knobs", error) from error
+
+    def _knobs(self, answer: Any, now: float) -> tuple[Knobs, float]:
+        knobs, until = answer
+        if not isinstance(knobs, Mapping):
+            raise self.wrong(f"knobs must be a mapping, got {knobs!r}")
+        if not until > now:
+            raise self.wrong(f"knobs must hold beyond now={now}, got valid_until={until!r}")
+        return knobs, until
+
+    def batch_hints(self, round: Round) -> tuple[Any, ...]:
+        """Ask for advice to the engine."""
+        try:
+            return tuple(self.policy.control.hints(self.states[_CONTROL], round))
+        except DllmSchedError:
+            raise
+        except Exception as error:
+            raise self.error("control.hints", error) from error
+
+    # --- observation --------------------------------------------------------------------------
+
+    def observe(self, events: list[Event]) -> None:
+        """Hand events to the strategies that observe their kind, in order; all or none."""
+        states = list(self.states)
+        for event in events:
+            for axis, strategy in self._observing.get(type(event), ()):
+                try:
+                    states[axis] = strategy.observe(states[axis], event)
+                except Exception as error:
+                    raise PolicyError(
+                        f"policy {self.policy.name!r}: observe of {strategy!r} raised {error!r} on "
+                        f"{event!r}"
+                    ) from error
+        self.states = tuple(states)

@@ -1,0 +1,162 @@
+"""Every table checked against every other; behind ``Scheduler.check_invariants``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from dllm_sched._running import Cohort
+from dllm_sched.request import RequestStatus, RequestView
+
+if TYPE_CHECKING:
+    from dllm_sched.scheduler import Scheduler
+
+__all__ = ["find_fault"]
+
+
+def find_fault(scheduler: Scheduler) -> str | None:
+    """Return the first broken invariant in words, or None. O(everything)."""
+    waiting = list(scheduler._queue)
+    zombies = [view for view, _ in scheduler._zombies]
+    return (
+        _conservation(scheduler, waiting)
+        or _queue(scheduler, waiting)
+        or _slots(scheduler, zombies)
+        or _pages(scheduler, zombies)
+        or _cohorts(scheduler)
+        or _times(scheduler)
+        or _empty(scheduler)
+    )
+
+
+def _conservation(scheduler: Scheduler, waiting: list[RequestView]) -> str | None:
+    counts = scheduler.counts()
+    if counts.submitted != counts.waiting + counts.running + counts.finished:
+        return f"submitted != waiting + running + finished: {counts}"
+    if len(scheduler._views) != counts.waiting + counts.running:
+        return f"{len(scheduler._views)} active requests, but {counts}"
+    ids = {id(view) for view in waiting} | {id(view) for view in scheduler._running.rows()}
+    if ids != {id(view) for view in scheduler._views.values()}:
+        return "an active request neither waits nor runs, or another does"
+    if counts.finished != sum(scheduler._by_reason.values()):
+        return f"finish reasons do not add up to {counts.finished}"
+    return None
+
+
+def _queue(scheduler: Scheduler, waiting: list[RequestView]) -> str | None:
+    queue = scheduler._queue
+    if len(waiting) != queue.size:
+        return f"the queue counts {queue.size} but holds {len(waiting)}"
+    if sum(key.size for key in queue.keys.values()) != queue.size:
+        return "the batch_keys' counts do not add up to the queue's"
+    if sum(lane.size for lane in queue.lanes.values()) != queue.size:
+        return "the lanes' counts do not add up to the queue's"
+    if any(lane.parked for lane in queue.lanes.values()):
+        return "a lane is parked outside a round"
+    statuses = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
+    if any(view._status not in statuses or view._slot is not None for view in waiting):
+        return "a waiting request is running or holds a slot"
+    head = queue.peek()
+    first = min((view._entry[:-1] for view in waiting), default=None)
+    if (None if head is None else head._entry[:-1]) != first:
+        return f"peek says {head!r}, but the smallest key is {first}"
+    return None
+
+
+def _slots(scheduler: Scheduler, zombies: list[RequestView]) -> str | None:
+    running = scheduler._running
+    rows = running.rows()
+    if len(rows) != running.size:
+        return f"{running.size} rows counted, {len(rows)} hold slots"
+    if any(view._slot != slot for slot, view in enumerate(running.slots) if view is not None):
+        return "a row does not know its slot"
+    held = sum(view is not None for view in running.slots)
+    if held != len(rows) + len(zombies):
+        return f"{held} slots held by {len(rows)} rows and {len(zombies)} ended in flight"
+    free = {
+        slot
+        for slot, view in enumerate(running.slots)
+        if view is None and slot < running.capacity.max_num_seqs
+    }
+    if set(running.free_slots) != free or len(running.free_slots) != len(free):
+        return "the free slots are not those that nobody holds"
+    if zombies and scheduler._in_flight is None:
+        return "slots are quarantined though no step is in flight"
+    return None
+
+
+def _pages(scheduler: Scheduler, zombies: list[RequestView]) -> str | None:
+    running = scheduler._running
+    capacity = running.capacity
+    rows = running.rows()
+    if running.tokens != sum(view._max_tokens for view in rows):
+        return "the tokens in rows do not add up"
+    if capacity.memory is None or capacity.num_pages is None:
+        return None
+    used = sum(view._num_pages for view in (*rows, *zombies))
+    if capacity.num_pages - used != running.free_pages:
+        return f"{used} pages held, {running.free_pages} free of {capacity.num_pages}"
+    short = {id(view) for view in scheduler._short}
+    for view in rows:
+        if running.lacks(view) and view._kv_tokens and id(view) not in short:
+            return f"{view!r} lacks {running.lacks(view)} pages and nobody knows"
+    return None
+
+
+def _cohorts(scheduler: Scheduler) -> str | None:
+    running = scheduler._running
+    seen = 0
+    for key, key_rows in running.keys.items():
+        size = 0
+        for phase, cohort in key_rows.cohorts.items():
+            size += len(cohort.rows)
+            for index, (row, view) in enumerate(zip(cohort.rows, cohort.views, strict=True)):
+                if view._cohort is not cohort or view._index != index:
+                    return f"{view!r} does not know its place"
+                if (row.slot, row.request, row.phase) != (view._slot, view.request, phase):
+                    return f"{view!r} stands as {row!r}"
+                if view.request.batch_key != key or row.max_tokens != view._max_tokens:
+                    return f"{view!r} stands among rows of {key!r} as {row!r}"
+                if view.num_steps < 0:
+                    return f"{view!r} has negative steps"
+            if cohort.tuple() != tuple(cohort.rows):
+                return "a cohort hands out stale rows"
+            if cohort.next_limit() < cohort.clock:
+                return "a row is past its step cap"
+        if size != key_rows.size or not size:
+            return f"batch_key {key!r} counts {key_rows.size} rows and has {size}"
+        seen += size
+    if seen != running.size:
+        return f"{running.size} rows, {seen} in cohorts"
+    if list(running.turns) != [
+        running.keys[key_rows.batch_key] for key_rows in running.turns
+    ] or len(running.turns) != len(running.keys):
+        return "the turns are not those of the running batch_keys"
+    return None
+
+
+def _times(scheduler: Scheduler) -> str | None:
+    live = {entry[2] for entry in scheduler._expiries if entry[2]._expire_at == entry[0]}
+    for view in scheduler._views.values():
+        if view._expire_at != math.inf and view not in live:
+            return f"{view!r} ends at {view._expire_at} and no timer knows"
+        if view._status is RequestStatus.RUNNING and not isinstance(view._cohort, Cohort):
+            return f"{view!r} runs in no cohort"
+    return None
+
+
+def _empty(scheduler: Scheduler) -> str | None:
+    if scheduler._views or scheduler._zombies:
+        return None
+    left = {
+        "lanes": scheduler._queue.lanes,
+        "batch_keys waiting": scheduler._queue.keys,
+        "batch_keys running": scheduler._running.keys,
+        "turns": scheduler._running.turns,
+    }
+    for name, table in left.items():
+        if table:
+            return f"nothing is active, but {name} still hold {table!r}"
+    if scheduler._running.free_pages != (scheduler.capacity.num_pages or 0):
+        return "nothing is active, but pages are missing"
+    return None

@@ -1,0 +1,182 @@
+"""One admission round, staged: who joins, decided without changing anything that stays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dllm_sched._asking import Asking
+from dllm_sched._queue import KeyQueue, LaneQueue, WaitingQueue
+from dllm_sched._running import RunningSet
+from dllm_sched.batch import Knobs
+from dllm_sched.errors import DllmSchedError
+from dllm_sched.policies.base import Verdict
+from dllm_sched.request import RequestView
+from dllm_sched.view import BlockedBy, Round, SchedulerView
+
+__all__ = ["Staged", "stage_round"]
+
+_INF = math.inf
+_ADMIT = Verdict.ADMIT
+_SKIPS_PER_ROUND = 8
+
+
+class Staged:
+    """What a round decided; the scheduler carries it out."""
+
+    __slots__ = (
+        "due_at",
+        "hopeless",
+        "knobs",
+        "limits",
+        "recheck",
+        "state",
+        "views",
+        "waits_for_next_round",
+    )
+
+    def __init__(self) -> None:
+        self.views: list[RequestView] = []  # who joins, in order
+        self.limits: list[tuple[float, float]] | None = None  # (instant, steps) of each
+        self.knobs: list[tuple[Knobs, float]] | None = None  # and (knobs, until)
+        self.state: Any = None  # admission's
+        self.recheck = _INF
+        self.due_at = _INF  # when the first batch_key held back is due
+        self.hopeless: RequestView | None = None  # can never fit the capacity any more
+        self.waits_for_next_round = False  # batch_keys held back may join running rows
+
+
+def stage_round(
+    asking: Asking,
+    queue: WaitingQueue,
+    running: RunningSet,
+    round: Round,
+    counts_of: Callable[[KeyQueue], SchedulerView],
+) -> Staged:
+    """Take the lanes' heads in total order and ask about each. O(log n) per head looked at.
+
+    On return the staged requests are popped but still counted (``WaitingQueue.settle_pop``);
+    everything else is back in its place. If a strategy raises, everything is.
+
+    Raises:
+        PolicyError: If a strategy raised or answered nonsense.
+    """
+    staged = Staged()
+    views = staged.views
+    aside: list[RequestView] = []
+    parked: list[LaneQueue] = []
+    capacity = running.capacity
+    memory = capacity.memory
+    idle = not running.size
+    room = capacity.max_num_seqs - running.size
+    pages = running.free_pages
+    admission = asking.policy.admission
+    state = asking.admission_state
+    asks_admit, asks_joined = asking.admit, asking.joined
+    need = 0
+    hook = "admission.admit"
+    view: RequestView | None = None
+    try:
+        if asking.due and (idle or asking.due_every_step):
+            _hold_back(asking, queue, parked, staged, counts_of)
+        while (view := queue.peek()) is not None:
+            if len(views) >= room:
+                round.blocked, round.blocked_by = view, BlockedBy.SLOTS
+                break
+            if memory is not None:
+                need = memory.pages(view.request, view._kv_tokens or view.request.prompt_len)
+                fits = capacity.fits(view.request)
+                if need > pages or not fits:
+                    staged.hopeless = None if fits else view
+                    round.blocked, round.blocked_by = view, BlockedBy.MEMORY
+                    break
+            if asks_admit:
+                hook = "admission.admit"
+                verdict = admission.admit(state, view, round)
+                if verdict is not _ADMIT:
+                    if verdict is Verdict.SKIP:
+                        aside.append(queue.pop())
+                        if len(aside) < _SKIPS_PER_ROUND:
+                            continue
+                        round.blocked, round.blocked_by = aside[0], BlockedBy.POLICY
+                        break
+                    if not isinstance(verdict, Verdict):
+                        raise asking.wrong(f"admit must return a Verdict, got {verdict!r}", view)
+                    round.blocked, round.blocked_by = view, BlockedBy.POLICY
+                    if verdict is Verdict.STOP:
+                        break
+                    parked.append(view._lane)
+                    queue.park(view._lane)
+                    continue
+            queue.pop()
+            if idle and not views and len(queue.keys) > 1:
+                _start_one_key(queue, view, parked)
+            views.append(view)
+            pages -= need
+            round.joined.append(view)
+            round.num_joined += 1
+            round.joined_tokens += view._max_tokens
+            if asks_joined:
+                hook = "admission.joined"
+                state = admission.joined(state, view, round)
+        if round.blocked is None and aside:
+            round.blocked, round.blocked_by = aside[0], BlockedBy.POLICY
+        if asking.settle:
+            hook = "admission.settle"
+            state = admission.settle(state, round)
+        if asking.recheck and queue.size > len(views):
+            hook = "admission.recheck"
+            staged.recheck = admission.recheck(state, round)
+            if not staged.recheck >= 1:
+                raise asking.wrong(
+                    "recheck must return steps >= 1 (inf = only after a change), got "
+                    f"{staged.recheck!r}"
+                )
+        if asking.limits:
+            staged.limits = [asking.end_limits(one) for one in views]
+        if asking.knobs:
+            staged.knobs = [asking.row_knobs(one, round.view) for one in views]
+    except BaseException as error:
+        for one in (*views, *aside):
+            queue.restore(one)
+        for lane in parked:
+            queue.unpark(lane)
+        if isinstance(error, DllmSchedError) or not isinstance(error, Exception):
+            raise
+        raise asking.error(hook, error, view) from error
+    for one in aside:
+        queue.restore(one)
+    staged.state = state
+    staged.waits_for_next_round = bool(idle and views and parked)
+    for lane in parked:
+        queue.unpark(lane)
+    return staged
+
+
+def _hold_back(
+    asking: Asking,
+    queue: WaitingQueue,
+    parked: list[LaneQueue],
+    staged: Staged,
+    counts_of: Callable[[KeyQueue], SchedulerView],
+) -> None:
+    """Park the lanes of the batch_keys that are not due yet. O(batch_keys)."""
+    for key in queue.keys.values():
+        counts = counts_of(key)
+        due = asking.due_at(counts)
+        if counts.now < due:
+            staged.due_at = min(staged.due_at, due)
+            for lane in key.lanes.values():
+                parked.append(lane)
+                queue.park(lane)
+
+
+def _start_one_key(queue: WaitingQueue, view: RequestView, parked: list[LaneQueue]) -> None:
+    """Park every other batch_key: rows of one batch share one, and an idle engine starts one."""
+    for key in queue.keys.values():
+        if key is not view._lane.key_queue:
+            for lane in key.lanes.values():
+                if not lane.parked:
+                    parked.append(lane)
+                    queue.park(lane)
