@@ -69,7 +69,7 @@ class Asking:
             for kind in strategy.observes:
                 self._observing.setdefault(kind, []).append((axis, strategy))
         self.observed = frozenset(self._observing)
-        self.states = tuple(
+        self.states: tuple[Any, ...] = tuple(
             previous.states[axis]
             if previous is not None and previous.policy.strategies[axis] is strategy
             else self._init(strategy)
@@ -173,16 +173,15 @@ class Asking:
             raise
         except Exception as error:
             raise self.error("composition.select", error) from error
-        phases = frozenset(one for one in chosen if isinstance(one, Phase))
-        if len(phases) == len(chosen):
-            return phases, None
+        if all(isinstance(one, Phase) for one in chosen):
+            return frozenset(chosen), None
         if not self.needs_rows:
             raise self.wrong(
                 f"select returned {chosen[0]!r}, not phases; to choose rows declare "
                 'needs = frozenset({"rows"})'
             )
         self._check_rows("select", chosen, is_running)
-        return ALL, chosen
+        return ALL, tuple(sorted(chosen, key=lambda view: view.slot))  # a set has no order
 
     def _check_rows(
         self, hook: str, rows: Sequence[Any], is_running: Callable[[Any], bool]

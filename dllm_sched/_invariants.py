@@ -119,7 +119,7 @@ def _cohorts(scheduler: Scheduler) -> str | None:
                     return f"{view!r} stands among rows of {key!r} as {row!r}"
                 if view.num_steps < 0:
                     return f"{view!r} has negative steps"
-            if cohort.tuple() != tuple(cohort.rows):
+            if cohort.frozen() != tuple(cohort.rows):
                 return "a cohort hands out stale rows"
             if cohort.next_limit() < cohort.clock:
                 return "a row is past its step cap"

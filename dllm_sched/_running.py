@@ -26,20 +26,20 @@ _SMALL = 64  # lists below this size are not worth compacting
 class Cohort:
     """Running rows of one batch_key and phase, and the clock of their common steps."""
 
-    __slots__ = ("_tuple", "clock", "limits", "rows", "views")
+    __slots__ = ("_frozen", "clock", "limits", "rows", "views")
 
     def __init__(self) -> None:
         self.clock = 0
         self.rows: list[Row] = []
         self.views: list[RequestView] = []
         self.limits: list[tuple[float, int, RequestView]] = []  # heap: clock at which a cap is met
-        self._tuple: tuple[Row, ...] | None = ()
+        self._frozen: tuple[Row, ...] | None = ()
 
-    def tuple(self) -> tuple[Row, ...]:
+    def frozen(self) -> tuple[Row, ...]:
         """The rows; the same object until one changes."""
-        rows = self._tuple
+        rows = self._frozen
         if rows is None:
-            rows = self._tuple = tuple(self.rows)
+            rows = self._frozen = tuple(self.rows)
         return rows
 
     def add(self, view: RequestView, row: Row) -> None:
@@ -49,7 +49,7 @@ class Cohort:
         view._steps_base -= self.clock
         self.rows.append(row)
         self.views.append(view)
-        self._tuple = None
+        self._frozen = None
         if view._step_limit != _INF:
             self.push_limit(view)
 
@@ -64,12 +64,12 @@ class Cohort:
         view._steps_base += self.clock
         view._cohort = None
         view._index = -1
-        self._tuple = None
+        self._frozen = None
 
     def replace(self, view: RequestView, row: Row) -> None:
         """Put another row value in a row's place. O(1)."""
         self.rows[view._index] = row
-        self._tuple = None
+        self._frozen = None
 
     def push_limit(self, view: RequestView) -> None:
         """Note at which clock a row meets its step cap. O(log n)."""
@@ -122,10 +122,10 @@ class KeyRows:
             ]
         )
         if len(chosen) == 1:
-            return chosen[0].tuple(), chosen
+            return chosen[0].frozen(), chosen
         rows: tuple[Row, ...] = ()
         for cohort in chosen:
-            rows += cohort.tuple()
+            rows += cohort.frozen()
         return rows, chosen
 
 

@@ -131,9 +131,13 @@ class Finished(NamedTuple):
 
 
 class Released(NamedTuple):
-    """A slot came back; told exactly once per slot given."""
+    """A slot came back; told exactly once per slot given.
 
-    slot: int
+    With ``slot`` None: a request that was preempted with its progress kept will not resume it
+    (it ended while it waited, or starts over); what the engine put aside for it can go.
+    """
+
+    slot: int | None
     request: Request
     reason: FinishReason | None  #: why the request ended, or None: it was preempted
     kept: bool = False  #: preempted with progress kept: the engine must be able to resume it

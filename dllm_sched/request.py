@@ -159,6 +159,7 @@ class RequestView:
         "_entry",
         "_expire_at",
         "_expire_reason",
+        "_given",
         "_index",
         "_join_number",
         "_knobs",
@@ -195,6 +196,7 @@ class RequestView:
         self._cohort: _StepClock | None = None
         self._index = -1
         self._resumed = False
+        self._given = False  # the engine was told of the slot it holds
         self._join_number = -1
         self._masked_remaining: int | None = None
         self._expire_at = math.inf

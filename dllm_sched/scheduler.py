@@ -252,6 +252,8 @@ class Scheduler:
         view = RequestView(
             request, self._num_submitted, now, capacity.max_tokens(request, Phase.PREFILL)
         )
+        if self._unobserved:
+            self._observe()
         if asking.accept:
             reason = asking.refusal(view, self._view(now))
             if reason is not None:
@@ -407,6 +409,7 @@ class Scheduler:
             self._bad_clock("fail_step", now)
         if not isinstance(error, BaseException):
             raise OutcomeError(f"fail_step: error must be an exception, got {error!r}")
+        self._observe()
         fates: list[tuple[RequestView, RowFate, tuple[float, ...]]] = []
         for slot, fate in rows.items():
             view = self._in_batch(slot, "fail_step")
@@ -423,16 +426,16 @@ class Scheduler:
         self._num_failed_steps += 1
         if self._watch_steps:
             self._emit(StepFailed(now, batch.step_id, len(batch.rows), repr(error)))
-        self._joined.extend(
-            view
-            for row in batch.joined
-            if (view := self._running.slots[row.slot]) is not None and view._status is _RUNNING
-        )
+        for row in batch.joined:
+            joined = self._running.slots[row.slot]
+            if joined is not None and joined._status is _RUNNING:
+                self._joined.append(joined)
         for view, fate, key in fates:
             if fate is RowFate.FAIL:
                 self._retire(view, FinishReason.ERROR, error=error)
             elif fate is RowFate.RESTART:
-                self._preempt(view, Preempt.RESTART, key)
+                self._preempt(view, Preempt.RESTART)
+                self._queue.push(view, key)
         self._quiet = False
         self._land(0)
         return self._update(None, -_INF)
@@ -467,6 +470,7 @@ class Scheduler:
         """
         if not self._now <= now < _INF:
             self._bad_clock("set_policy", now)
+        self._observe()
         asking = Asking(policy, self._capacity, self._asking)
         waiting = sorted(self._queue, key=lambda view: view._sequence)
         keys = [asking.sort_key(view) for view in waiting]
@@ -658,14 +662,17 @@ class Scheduler:
                 self._end(view, view._expire_reason)
         memo: tuple[Any, ...] | None = None
         try:
-            if self._unobserved:
-                self._asking.observe(self._unobserved)
-                self._unobserved.clear()
+            self._observe()
             memo = self._memo()
-            batch = None if self._paused else self._decide(now)
-            self._wake_at = min(self._expiries.first(), self._due_at, self._knob_expiries.first())
-            if batch is None:
-                self._check_stall()
+            batch = None
+            self._wake_at = self._expiries.first()
+            if not self._paused:
+                batch = self._decide(now)
+                self._wake_at = min(self._wake_at, self._due_at, self._knob_expiries.first())
+                if batch is None and self._dirty:
+                    self._wake_at = -_INF  # another round may find somebody at once
+                elif batch is None:
+                    self._check_stall()
         except BaseException:
             if memo is not None:
                 self._restore(memo)
@@ -722,7 +729,7 @@ class Scheduler:
 
     def _check_stall(self) -> None:
         """While draining no input can help: a policy that starts nothing would stall for ever."""
-        if self._draining and self._wake_at == _INF and self._views and not self._paused:
+        if self._draining and self._wake_at == _INF and self._views:
             raise PolicyError(
                 f"policy {self.policy.name!r} starts nothing while draining: every axis must let "
                 f"the leftovers go when view.draining is True. {self._dump()}"
@@ -730,8 +737,24 @@ class Scheduler:
 
     def _decide(self, now: float) -> StepBatch | None:
         asking = self._asking
+        sent_back: list[tuple[RequestView, tuple[float, ...]]] = []
         if self._short or asking.victims_every_step:
-            self._evict(now)
+            sent_back = self._evict(now)
+        try:
+            round = self._hold_round(now)
+        finally:  # who was sent back does not rejoin in the same round
+            for view, key in sent_back:
+                self._queue.push(view, key)
+                self._touch()
+        if asking.knobs:
+            self._renew_knobs(now)
+        if not self._running.size:
+            return None
+        return self._compose(round, now)
+
+    def _hold_round(self, now: float) -> Round | None:
+        """Let requests join, if anything has changed that may let them."""
+        asking = self._asking
         round: Round | None = None
         if (
             self._dirty
@@ -751,11 +774,7 @@ class Scheduler:
                 self._blocked = None if head is None else (head.request.id, BlockedBy.SLOTS)
             self._boundaries = []
             self._retired = 0
-        if asking.knobs:
-            self._renew_knobs(now)
-        if not self._running.size:
-            return None
-        return self._compose(round, now)
+        return round
 
     def _new_round(self, now: float) -> Round:
         return Round(
@@ -896,13 +915,18 @@ class Scheduler:
             cohort = cohort_of(view)
             if (view in chosen) if chosen is not None else (cohort in cohorts):
                 inside.append(cohort.rows[view._index])
+                view._given = True
             else:
                 later.append(view)
         self._joined = later
         return tuple(inside)
 
-    def _evict(self, now: float) -> None:
-        """Ask for victims, and see to it that the rows that are left can grow."""
+    def _evict(self, now: float) -> list[tuple[RequestView, tuple[float, ...]]]:
+        """Ask for victims, and see to it that the rows that are left can grow.
+
+        Returns:
+            Who was sent back, with the key under which it must still be queued.
+        """
         asking, running = self._asking, self._running
         short = [view for view in self._short if view._status is _RUNNING]
         victims: list[tuple[RequestView, Preempt | FinishReason]] = []
@@ -922,15 +946,18 @@ class Scheduler:
                         break
         keys = [asking.sort_key(view) if isinstance(how, Preempt) else () for view, how in victims]
         # nothing below can raise
+        sent_back = []
         for (view, how), key in zip(victims, keys, strict=True):
             if isinstance(how, Preempt):
-                self._preempt(view, how, key)
+                self._preempt(view, how)
+                sent_back.append((view, key))
             else:
                 self._retire(view, how)
         for view in short:
             if view._status is _RUNNING:
                 running.grow(view, running.lacks(view))
         self._short.clear()
+        return sent_back
 
     def _lacking(
         self, short: list[RequestView], victims: list[tuple[RequestView, Preempt | FinishReason]]
@@ -995,6 +1022,8 @@ class Scheduler:
             return
         self._queue.discard(view)
         self._finish(view, reason, error=error)
+        if view._resumed:
+            self._released.append(Released(None, view.request, reason))
         if self._blocked is not None or self._asking.due or self._asking.settle:
             self._touch()
 
@@ -1019,7 +1048,11 @@ class Scheduler:
     def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
         """Give slot and pages back, and tell so."""
         slot = self._running.free(view)
-        self._released.append(_new(Released, (slot, view.request, reason, kept)))
+        if view._given:
+            view._given = False
+            self._released.append(_new(Released, (slot, view.request, reason, kept)))
+        elif view._resumed and not kept:  # the engine never heard of this slot, but kept progress
+            self._released.append(Released(None, view.request, reason))
 
     def _finish(
         self,
@@ -1048,15 +1081,18 @@ class Scheduler:
                 RequestFinished(now, request.id, reason, arrived_at, admitted_at, steps, blocks)
             )
 
-    def _preempt(self, view: RequestView, how: Preempt, key: tuple[float, ...]) -> None:
-        """Send a row back to the queue under its old arrival number."""
+    def _preempt(self, view: RequestView, how: Preempt) -> None:
+        """Take a row's slot; the caller puts it back in the queue, at its old place."""
         kept = how is Preempt.KEEP
         slot = view._slot
+        known = view._given or view._resumed  # to the engine
+        if view in self._joined:
+            self._joined.remove(view)  # it never stepped; it will join anew
         self._running.leave(view)
         self._free(view, None, kept=kept)
         advance(view, Change.PREEMPT)
         request = view.request
-        view._resumed = kept
+        view._resumed = kept and known
         if not kept:
             view._steps_base = 0
             view._num_blocks_done = 0
@@ -1067,7 +1103,6 @@ class Scheduler:
         view._step_limit = _INF
         self._arm_knobs(view, _INF)
         self._arm(view, request.deadline_at)
-        self._queue.push(view, key)
         self._retired += 1
         self._num_preempted += 1
         self._progressed = True
@@ -1102,15 +1137,19 @@ class Scheduler:
     def _in_batch(self, slot: object, column: str) -> RequestView:
         """The request that has a slot in the batch in flight; one that ended still has its own."""
         slots = self._running.slots
+        batch = self._in_flight
         if isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(slots):
             view = slots[slot]
             if view is not None:
                 chosen = self._flight_views
-                if view._status is not _RUNNING or (
-                    view._cohort in self._flight_cohorts if chosen is None else view in chosen
-                ):
+                if view._status is not _RUNNING:
+                    inside = batch is not None and any(row.slot == slot for row in batch.rows)
+                elif chosen is None:
+                    inside = view._cohort in self._flight_cohorts
+                else:
+                    inside = view in chosen
+                if inside:
                     return view
-        batch = self._in_flight
         raise OutcomeError(
             f"{column}: slot {slot!r} is not in the batch of step "
             f"{batch.step_id if batch else None}, whose slots are "
@@ -1179,6 +1218,12 @@ class Scheduler:
         for view in self._running.at_limit():
             self._retire(view, FinishReason.MAX_STEPS)
         self._limit_step = self._num_steps + self._running.steps_to_limit()
+
+    def _observe(self) -> None:
+        """Hand the strategies what happened since they were last asked."""
+        if self._unobserved:
+            self._asking.observe(self._unobserved)
+            self._unobserved = []
 
     def _land(self, steps: int) -> None:
         """No step is in flight any more: give back the slots of rows that ended meanwhile."""

@@ -354,7 +354,8 @@ class _AdmissionPair(_Combined, Admission):
         return tuple(p.settle(s, round) for p, s in zip(self.parts, state, strict=True))
 
     def recheck(self, state: Any, round: Round) -> float:
-        return min(p.recheck(s, round) for p, s in zip(self.parts, state, strict=True))
+        steps: float = min(p.recheck(s, round) for p, s in zip(self.parts, state, strict=True))
+        return steps
 
 
 class _TimeoutPair(_Combined, Timeout):
@@ -414,8 +415,8 @@ def _phases_of(selection: Selection) -> frozenset[Phase] | None:
     """The selection as phases, or None if it names rows."""
     if isinstance(selection, _All):
         return frozenset(Phase)
-    phases = frozenset(one for one in selection if isinstance(one, Phase))
-    return phases if len(phases) == len(selection) else None
+    phases = [one for one in selection if isinstance(one, Phase)]
+    return frozenset(phases) if len(phases) == len(selection) else None
 
 
 def _rows_of(selection: Selection, round: Round) -> list[RequestView]:
