@@ -1,0 +1,202 @@
+"""A fake engine: no model, but everything else an engine has, down to its strictness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import attrs
+
+from dllm_sched.batch import (
+    NOTHING,
+    BlockBoundary,
+    PhaseChange,
+    Released,
+    Row,
+    RowFailed,
+    RowFinished,
+    StepBatch,
+    StepOutcome,
+)
+from dllm_sched.errors import ConfigError, EngineProtocolError
+from dllm_sched.request import FinishReason, Phase, Request
+from dllm_sched.runtime import VirtualClock
+
+__all__ = ["FakeEngine", "FakeOutput", "fake_steps"]
+
+_RowEvent = RowFinished | BlockBoundary | PhaseChange | RowFailed
+
+
+class FakeOutput(NamedTuple):
+    """What a row that finished hands to ``Finished.output``."""
+
+    tokens: tuple[int, ...]  #: ``max_new_tokens`` of them
+    num_steps: int  #: steps that this row took part in
+
+
+def fake_steps(request: Request) -> int:
+    """Return how many steps a request takes: 1 to ``max_new_tokens``, drawn from its key."""
+    return 1 + crc32(_key(request).encode()) % request.max_new_tokens
+
+
+def _key(request: Request) -> str:
+    """What a request's tokens depend on: its seed, if the payload is an int, else its id."""
+    return str(request.payload) if isinstance(request.payload, int) else request.id
+
+
+@attrs.define(eq=False)
+class _Tenant:
+    request: Request
+    steps: int  #: that it takes
+    done: int = 0  #: steps so far
+    tokens: list[int] = attrs.field(factory=list)
+
+
+class FakeEngine:
+    """Decodes rows that cannot influence each other, and holds its caller to the protocol.
+
+    A row's token at a position depends on the request's key (an int ``payload`` is its seed, else
+    the id), the position and the row's own step; nothing else. It reports phases, block
+    boundaries and finishes (``LENGTH``, with a ``FakeOutput``), resumes rows that were preempted
+    with progress kept, and refuses rows in slots where they are not.
+
+    Args:
+        max_num_seqs: Slots, >= 1.
+        steps: Steps that a request takes, >= 1; default: ``fake_steps``.
+        fail_at: Exceptions to raise by number of the call of ``run``, from 0, instead of a step.
+        poison: Own steps, from 1, at which requests fail alone, by id.
+        report_masked: Fill ``StepOutcome.masked_remaining``.
+        service_s: Seconds that a step takes; advances ``clock``.
+        clock: A virtual clock; given together with ``service_s``.
+
+    Attributes:
+        num_runs: Calls of ``run`` so far, those that raised included.
+
+    Raises:
+        ConfigError: If an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        *,
+        steps: Callable[[Request], int] = fake_steps,
+        fail_at: Mapping[int, Exception] | None = None,
+        poison: Mapping[str, int] | None = None,
+        report_masked: bool = False,
+        service_s: Callable[[StepBatch], float] | None = None,
+        clock: VirtualClock | None = None,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ConfigError(f"FakeEngine: max_num_seqs must be >= 1, got {max_num_seqs!r}")
+        if (service_s is None) != (clock is None):
+            raise ConfigError("FakeEngine: give service_s and clock together, or neither")
+        self.num_runs = 0
+        self._steps = steps
+        self._fail_at = fail_at or {}
+        self._poison = poison or {}
+        self._report_masked = report_masked
+        self._service_s = service_s
+        self._clock = clock
+        self._tenants: list[_Tenant | None] = [None] * max_num_seqs
+        # Keyed weakly: a preempted request may be cancelled, and nobody tells the engine then.
+        self._kept: WeakKeyDictionary[Request, _Tenant] = WeakKeyDictionary()
+
+    def run(self, batch: StepBatch) -> StepOutcome:
+        """Run one step. O(tokens committed + rows).
+
+        Raises:
+            EngineProtocolError: If a slot is taken twice, a row is not in its slot, or a row is to
+                be resumed whose progress was not kept. Nobody has advanced then.
+            Exception: What ``fail_at`` has for this call.
+        """
+        number = self.num_runs
+        self.num_runs += 1
+        if number in self._fail_at:
+            raise self._fail_at[number]
+        for row in batch.joined:
+            self._place(row)
+        tenants = [self._tenant(row) for row in batch.rows]
+        events: list[_RowEvent] = []
+        for row, tenant in zip(batch.rows, tenants, strict=True):
+            events += self._advance(row, tenant)
+        if self._service_s is not None and self._clock is not None:
+            self._clock.advance(self._service_s(batch))
+        if self._report_masked:
+            masked = tuple(one.request.max_new_tokens - len(one.tokens) for one in tenants)
+        elif events:
+            masked = None
+        else:
+            return NOTHING
+        return StepOutcome(
+            tuple(event for event in events if isinstance(event, RowFinished)),
+            tuple(event for event in events if isinstance(event, BlockBoundary)),
+            tuple(event for event in events if isinstance(event, PhaseChange)),
+            tuple(event for event in events if isinstance(event, RowFailed)),
+            masked,
+        )
+
+    def release(self, released: Sequence[Released]) -> None:
+        """Take slots back, and keep the progress of rows that were preempted with it. O(slots)."""
+        for gone in released:
+            tenant = self._tenants[gone.slot]
+            if tenant is not None and tenant.request is gone.request:
+                self._tenants[gone.slot] = None
+                if gone.kept:
+                    self._kept[gone.request] = tenant
+
+    def _place(self, row: Row) -> None:
+        here = self._tenants[row.slot]
+        if here is not None and here.request is not row.request:
+            raise EngineProtocolError(
+                f"slot {row.slot}: {row.request.id!r} joins, but {here.request.id!r} was never "
+                "released"
+            )
+        if row.resumed:
+            kept = here or self._kept.pop(row.request, None)
+            if kept is None:
+                raise EngineProtocolError(
+                    f"slot {row.slot}: {row.request.id!r} is to be resumed, but no progress was "
+                    "kept; pass every Update.released on"
+                )
+            self._tenants[row.slot] = kept
+            return
+        steps = self._steps(row.request)
+        if steps < 1:
+            raise ConfigError(f"FakeEngine: steps of {row.request.id!r} must be >= 1, got {steps}")
+        self._tenants[row.slot] = _Tenant(row.request, steps)
+
+    def _tenant(self, row: Row) -> _Tenant:
+        tenant = self._tenants[row.slot]
+        if tenant is None or tenant.request is not row.request:
+            raise EngineProtocolError(
+                f"slot {row.slot}: the batch has {row.request.id!r} there, which never joined or "
+                "was released"
+            )
+        return tenant
+
+    def _advance(self, row: Row, tenant: _Tenant) -> list[_RowEvent]:
+        """Let a row take its next step, and say what happened to it."""
+        request = tenant.request
+        blocks = len(tenant.tokens) // request.block_length
+        tenant.done += 1
+        for position in range(
+            len(tenant.tokens), request.max_new_tokens * tenant.done // tenant.steps
+        ):
+            noise = crc32(f"{_key(request)} {position} {tenant.done}".encode())
+            tenant.tokens.append(noise % 50_000)
+        if self._poison.get(request.id) == tenant.done:
+            return [RowFailed(row.slot, RuntimeError(f"{request.id} is poisoned"))]
+        if tenant.done == tenant.steps:
+            output = FakeOutput(tuple(tenant.tokens), tenant.done)
+            return [RowFinished(row.slot, FinishReason.LENGTH, output)]
+        events: list[_RowEvent] = []
+        now_done = len(tenant.tokens) // request.block_length
+        if now_done > blocks:
+            cached = request.prompt_len + now_done * request.block_length
+            events.append(BlockBoundary(row.slot, now_done, cached))
+        if row.phase is Phase.PREFILL:
+            events.append(PhaseChange(row.slot, Phase.REUSE))
+        return events
