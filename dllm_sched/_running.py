@@ -139,6 +139,7 @@ class RunningSet:
         "_keep_lanes",
         "_keep_lengths",
         "_lengths",
+        "_served",
         "capacity",
         "free_pages",
         "free_slots",
@@ -160,6 +161,7 @@ class RunningSet:
         self.num_joined = 0  # ever
         self.keys: dict[Hashable, KeyRows] = {}
         self.turns: deque[KeyRows] = deque()
+        self._served: KeyRows | None = None
         self._keep_joins = False
         self._keep_lanes = False
         self._keep_lengths = False
@@ -347,7 +349,10 @@ class RunningSet:
             (whose turn, rows, their cohorts, those of ``chosen``). O(batch_keys), plus
             O(``chosen``).
         """
-        for turn, key_rows in enumerate(self.turns):
+        turns = self.turns
+        if turns[0] is self._served and len(turns) > 1:
+            turns.rotate(-1)
+        for turn, key_rows in enumerate(turns):
             if chosen is None:
                 rows, cohorts = key_rows.select(phases)
                 if rows:
@@ -359,6 +364,11 @@ class RunningSet:
                     rows = tuple([cohort_of(view).rows[view._index] for view in mine])
                     return turn, rows, (), mine
         return 0, (), (), chosen
+
+    def serve(self, turn: int) -> None:
+        """Note whose turn it was; the next in line is first from now on. O(batch_keys)."""
+        self.turns.rotate(-turn)
+        self._served = self.turns[0]
 
     def at_limit(self) -> Iterator[RequestView]:
         """Rows that met their step cap; the caller takes each out before it asks on."""

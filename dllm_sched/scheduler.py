@@ -665,10 +665,13 @@ class Scheduler:
             self._observe()
             memo = self._memo()
             batch = None
-            self._wake_at = self._expiries.first()
-            if not self._paused:
+            if self._paused:
+                self._wake_at = self._expiries.first()
+            else:
                 batch = self._decide(now)
-                self._wake_at = min(self._wake_at, self._due_at, self._knob_expiries.first())
+                self._wake_at = min(
+                    self._expiries.first(), self._due_at, self._knob_expiries.first()
+                )
                 if batch is None and self._dirty:
                     self._wake_at = -_INF  # another round may find somebody at once
                 elif batch is None:
@@ -873,8 +876,7 @@ class Scheduler:
         if asking.hints and round is not None:
             hints = asking.batch_hints(round)
         # nothing below can raise
-        if len(running.turns) > 1:
-            running.turns.rotate(-turn - 1)
+        running.serve(turn)
         self._batch_knobs, self._batch_knobs_until = batch_knobs, until
         joined = self._take_joined(chosen, cohorts) if self._joined else ()
         self._rows = rows

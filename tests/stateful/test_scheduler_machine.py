@@ -472,7 +472,7 @@ class Machine:
             self.told(update)
             if self.batch is not None:
                 self.complete()
-            elif update.wake_at > self.now:
+            elif self.scheduler.has_work() and update.wake_at > self.now:
                 assert update.wake_at < math.inf, "a stall"
                 self.now = update.wake_at
         assert not self.scheduler.has_work()
