@@ -217,16 +217,18 @@ class BlockStates:
 
         # Positions of one (row, block) lie together: reduce over each run of them.
         key = row * left.shape[1] + block
-        head = np.flatnonzero(np.diff(key, prepend=-1))
+        head = np.flatnonzero(_run_starts(key))
         chosen = confidence > self.skip_threshold[slot]
         number = np.add.reduceat(chosen, head, dtype=np.int64)
         # A ready block in which nothing passed commits its best position.
         force = (number == 0) & plan.ready.ravel()[key[head]]
-        run = np.repeat(np.arange(len(head)), np.diff(head, append=len(key)))
-        best = confidence == np.maximum.reduceat(confidence, head)[run]
-        at_best = np.flatnonzero(best & force[run])
-        forced = at_best[np.diff(run[at_best], prepend=-1) > 0]  # the first, if several tie
-        chosen[forced] = True
+        forced = head[:0]
+        if force.any():
+            run = _run_starts(key).cumsum() - 1
+            best = (confidence == np.maximum.reduceat(confidence, head)[run]) & force[run]
+            at_best = np.flatnonzero(best)
+            forced = at_best[_run_starts(run[at_best])]  # the first, if several tie
+            chosen[forced] = True
         index = np.flatnonzero(chosen)
 
         slot, token = slot[index], token[index]
@@ -263,6 +265,14 @@ class BlockStates:
         if num_stops > self.stop_ids.shape[1]:
             extra = num_stops - self.stop_ids.shape[1]
             self.stop_ids = np.hstack((self.stop_ids, np.full((slots, extra), -1)))
+
+
+def _run_starts(key: Ints) -> Bools:
+    """Return where each run of equal values begins in a non-empty array."""
+    starts = np.empty(len(key), np.bool_)
+    starts[0] = True
+    np.not_equal(key[1:], key[:-1], out=starts[1:])
+    return starts
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dllm_sched.batch import (
     NO_KNOBS,
+    NOTHING,
     BlockBoundary,
     Knobs,
     PhaseChange,
@@ -75,23 +76,31 @@ class NonFiniteLogitsError(RuntimeError):
 class StepOutOfMemoryError(RuntimeError):
     """A forward did not fit in memory. No row has advanced; says what to try next.
 
+    For ``Scheduler.fail_step`` (rows it does not name stay as they are), then ``set_capacity``.
+
     Attributes:
-        restart: Slots whose rows should start again (``RESTART``) under the lower limit.
+        restart: Slots whose rows should start again later (``RowFate.RESTART``): the half with
+            the least progress.
         fail: Slots whose rows cannot run at all: a lone row that does not fit never will.
         max_num_seqs: The limit to continue with, >= 1.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:
+        """Decide who goes.
+
+        Args:
+            slots: The step's slots, most progress first; at least one.
+        """
         alone = len(slots) == 1
-        self.restart: tuple[int, ...] = () if alone else tuple(slots)
-        self.fail: tuple[int, ...] = tuple(slots) if alone else ()
         self.max_num_seqs = max(1, len(slots) // 2)
+        self.restart: tuple[int, ...] = tuple(slots[self.max_num_seqs :])
+        self.fail: tuple[int, ...] = tuple(slots) if alone else ()
         super().__init__(
             f"out of memory in a step of {len(slots)} rows; nobody has advanced: "
             + (
-                "this row does not fit alone, fail it"
+                f"the row in slot {slots[0]} does not fit alone, fail it"
                 if alone
-                else f"restart the rows with max_num_seqs={self.max_num_seqs}"
+                else f"restart {len(self.restart)} rows and go on with at most {self.max_num_seqs}"
             )
         )
 
@@ -250,6 +259,11 @@ class D2FEngine:
         num_forwards: Forwards so far, each for all rows of its step.
         num_tokens: Tokens that went through them.
         forward_s: Seconds inside them; 0 without a clock.
+        max_num_seqs: Slots.
+        max_len: Tokens a slot can hold.
+        mask_token_id: Never committed, refused in prompts.
+        vocab_size: Ids that can be committed.
+        stop_token_ids: For requests that name none.
     """
 
     def __init__(
@@ -277,6 +291,7 @@ class D2FEngine:
         self.max_num_seqs = max_num_seqs
         self.max_len = window if max_len is None else max_len
         self.mask_token_id = base.config.mask_token_id
+        self.vocab_size = base.config.vocab_size
         self.stop_token_ids = (
             default_stop_ids(base) if stop_token_ids is None else tuple(stop_token_ids)
         )
@@ -334,11 +349,10 @@ class D2FEngine:
                 f"{request.prompt.index(self.mask_token_id)}: remove it, it stands for tokens to "
                 "be decoded"
             )
-        vocab_size = self.model.config.vocab_size
-        if max(request.prompt) >= vocab_size:
+        if max(request.prompt) >= self.vocab_size:
             raise ConfigError(
                 f"{where}: prompt holds id {max(request.prompt)}, but the model's vocabulary has "
-                f"{vocab_size} ids"
+                f"{self.vocab_size} ids"
             )
         if self.mask_token_id in (request.stop_token_ids or ()):
             raise ConfigError(
@@ -411,7 +425,8 @@ class D2FEngine:
                 raise
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            raise StepOutOfMemoryError(slots.tolist()) from error
+            progress = np.argsort(-self._states.num_steps[slots], kind="stable")
+            raise StepOutOfMemoryError(slots[progress].tolist()) from error
         lost = self._fail(plan, confidence, failed)
         num_finished = self._states.num_finished[plan.slots]
         commits = self._states.commit(plan, confidence, token)
@@ -574,7 +589,7 @@ class D2FEngine:
         hidden = self.model.forward_packed(token, layout, self._cache)[masked]
         if clock and on_cpu:
             self.forward_s += clock() - began
-        chunk = max(1, _LOGITS_PER_CHUNK // self.model.config.embedding_size)
+        chunk = max(1, _LOGITS_PER_CHUNK // self.vocab_size)
         parts = []
         for low in range(0, len(row), chunk):
             part = slice(low, low + chunk)
@@ -632,7 +647,7 @@ class D2FEngine:
         The probability is that of the whole softmax, mask token included, as in the reference; but
         the mask token itself is never chosen.
         """
-        scores = logits[:, : self.model.config.vocab_size].float()
+        scores = logits[:, : self.vocab_size].float()
         if draws is not None:
             divisor = np.where(temperature > 0, temperature, 1.0)
             scores = scores / self._upload(divisor).float()[:, None]
@@ -716,6 +731,8 @@ class D2FEngine:
             masked = tuple(
                 0 if row.slot in over else self._masked_remaining(row.slot) for row in batch.rows
             )
+        if not (finished or boundaries or phases or failed or self._report_masked):
+            return NOTHING  # the very object: the scheduler takes its shortest path on it
         return StepOutcome(tuple(finished), boundaries, phases, tuple(failed), masked)
 
     def _end(self, slot: int, *, done: bool) -> RowFinished | None:

@@ -265,14 +265,11 @@ class _Rotary(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, config: LLaDAConfig, dtype: torch.dtype) -> _Rotary:
-        # Made anew in every forward, never a module buffer: buffers that no checkpoint holds are
-        # what loading on the meta device breaks. The half-split layout turns (j, j + hd/2).
+    def at(cls, positions: Tensor, frequency: Tensor, dtype: torch.dtype) -> _Rotary:
         wide = torch.promote_types(dtype, torch.float32)
-        half = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-        frequency = 1.0 / config.rope_theta ** (half / config.head_dim)
         angle = positions.to(torch.float32)[..., None] * frequency
         sin, cos = angle.sin(), angle.cos()
+        # The half-split layout turns the pairs (j, j + head_dim / 2).
         return cls(
             torch.cat((cos, cos), -1)[..., None, :].to(wide),
             torch.cat((-sin, sin), -1)[..., None, :].to(wide),
@@ -346,7 +343,17 @@ class LLaDAModelLM(PreTrainedModel):
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__(config)
         self.model = LLaDAModel(config)
+        self._frequency: Tensor | None = None
         self.post_init()
+
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> _Rotary:
+        # Made when first used, never a module buffer: buffers that no checkpoint holds are what
+        # loading on the meta device breaks.
+        if self._frequency is None or self._frequency.device != positions.device:
+            head_dim = self.config.head_dim
+            even = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
+            self._frequency = 1.0 / self.config.rope_theta ** (even / head_dim)
+        return _Rotary.at(positions, self._frequency, dtype)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""
@@ -411,7 +418,7 @@ class LLaDAModelLM(PreTrainedModel):
             )
             return out.transpose(1, 2)
 
-        rotary = _Rotary.at(torch.arange(x.shape[1], device=x.device), self.config, x.dtype)
+        rotary = self._rotary(torch.arange(x.shape[1], device=x.device), x.dtype)
         hidden = [] if output_hidden_states else None
         for block in parts["blocks"]:
             if hidden is not None:
@@ -447,7 +454,7 @@ class LLaDAModelLM(PreTrainedModel):
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         x = parts["wte"](input_ids)
-        rotary = _Rotary.at(layout.positions, self.config, x.dtype)
+        rotary = self._rotary(layout.positions, x.dtype)
         for block in parts["blocks"]:
             x = block(x, rotary, attend)
         return parts["ln_f"](x)
