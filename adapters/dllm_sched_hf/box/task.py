@@ -30,9 +30,14 @@ from typing import Literal
 
 __all__ = [
     "BOS",
+    "BOS_ID",
     "EOS",
+    "EOS_ID",
     "EOT",
+    "EOT_ID",
+    "LETTERS",
     "MASK",
+    "MASK_ID",
     "MAX_ITEMS",
     "VERBS",
     "VOCABULARY",
@@ -54,7 +59,8 @@ EOS = "<|endoftext|>"  # also the padding token, as in LLaDA
 MASK = "<|mdm_mask|>"
 EOT = "<|eot_id|>"
 
-VERBS = ("spell", "digits", "reverse", "sort")
+_ALL_VERBS = ("spell", "digits", "reverse", "sort")
+VERBS = _ALL_VERBS[:1]  # those that the shipped weights have learnt
 LETTERS = "abcdefgh"
 MAX_ITEMS = len(LETTERS)
 
@@ -65,12 +71,14 @@ _SMALL = (
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 VOCABULARY: tuple[str, ...] = (
-    BOS, EOS, MASK, EOT, *VERBS, *"0123456789", *LETTERS, *_SMALL, *_TENS, "hundred"
+    BOS, EOS, MASK, EOT, *_ALL_VERBS, *"0123456789", *LETTERS, *_SMALL, *_TENS, "hundred"
 )  # fmt: skip
 """Every token, in the order of its id."""
 
 _ID = {token: i for i, token in enumerate(VOCABULARY)}
-_SPECIAL = frozenset(_ID[token] for token in (BOS, EOS, MASK, EOT))
+BOS_ID, EOS_ID, MASK_ID, EOT_ID = (_ID[token] for token in (BOS, EOS, MASK, EOT))
+_SPECIAL = frozenset((BOS_ID, EOS_ID, MASK_ID, EOT_ID))
+_LISTING = re.compile(r"[a-h] (\d{1,3}|[a-z]{2,})( [a-h] \d{1,3}| [a-h](?= )| [a-z]{2,})*")
 _NUMBER = re.compile(r"\d+")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d) (?=\d)")
 
@@ -117,8 +125,10 @@ def answer_of(prompt: str) -> str:
         ValueError: if `prompt` is not of the form that `make_prompt` gives.
     """
     verb, _, listing = prompt.partition(" ")
-    items = [(item[0], item[2:]) for item in re.split(r" (?=[a-h] )", listing)]
     try:
+        if not _LISTING.fullmatch(listing):
+            raise ValueError("after the verb come a letter from a to h and its number, repeatedly")
+        items = [(item[0], item[2:]) for item in re.split(r" (?=[a-h] )", listing)]
         if verb == "spell":
             items = [(letter, spell_number(int(number))) for letter, number in items]
         elif verb == "digits":
@@ -182,7 +192,7 @@ def encode(text: str) -> list[int]:
 
 def encode_prompt(prompt: str) -> list[int]:
     """Token ids of `prompt` between begin-of-text and end-of-turn, as the model was trained."""
-    return [_ID[BOS], *encode(prompt), _ID[EOT]]
+    return [BOS_ID, *encode(prompt), EOT_ID]
 
 
 def decode(ids: Iterable[int]) -> str:
@@ -193,7 +203,7 @@ def decode(ids: Iterable[int]) -> str:
     """
     words: list[str] = []
     for i in ids:
-        if i == _ID[EOS]:
+        if i == EOS_ID:
             break
         if i not in _SPECIAL:
             words.append(VOCABULARY[i])
