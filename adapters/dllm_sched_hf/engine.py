@@ -34,6 +34,7 @@ from dllm_sched.batch import (
 from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.request import FinishReason, Phase, Request
+from dllm_sched.runtime.engine import StepFailedError
 from dllm_sched_hf.d2f import (
     BlockStates,
     Commits,
@@ -73,16 +74,11 @@ class NonFiniteLogitsError(RuntimeError):
     """One row's logits were NaN or infinite; its neighbours are not concerned."""
 
 
-class StepOutOfMemoryError(RuntimeError):
-    """A forward did not fit in memory. No row has advanced; says what to try next.
+class StepOutOfMemoryError(StepFailedError):
+    """A forward did not fit in memory. No row has advanced; says how to go on.
 
-    For ``Scheduler.fail_step`` (rows it does not name stay as they are), then ``set_capacity``.
-
-    Attributes:
-        restart: Slots whose rows should start again later (``RowFate.RESTART``): the half with
-            the least progress.
-        fail: Slots whose rows cannot run at all: a lone row that does not fit never will.
-        max_num_seqs: The limit to continue with, >= 1.
+    The half of the rows with the least progress starts again later, under a lower limit; a lone row
+    fails, because it never will fit.
     """
 
     def __init__(self, slots: Sequence[int]) -> None:
@@ -91,17 +87,16 @@ class StepOutOfMemoryError(RuntimeError):
         Args:
             slots: The step's slots, most progress first; at least one.
         """
-        alone = len(slots) == 1
-        self.max_num_seqs = max(1, len(slots) // 2)
-        self.restart: tuple[int, ...] = tuple(slots[self.max_num_seqs :])
-        self.fail: tuple[int, ...] = tuple(slots) if alone else ()
+        keep = len(slots) // 2
+        if keep:
+            advice = f"restart {len(slots) - keep} rows and go on with at most {keep}"
+        else:
+            advice = f"the row in slot {slots[0]} does not fit alone: fail it"
         super().__init__(
-            f"out of memory in a step of {len(slots)} rows; nobody has advanced: "
-            + (
-                f"the row in slot {slots[0]} does not fit alone, fail it"
-                if alone
-                else f"restart {len(self.restart)} rows and go on with at most {self.max_num_seqs}"
-            )
+            f"out of memory in a step of {len(slots)} rows; nobody has advanced: {advice}",
+            restart=slots[keep:] if keep else (),
+            fail=() if keep else slots,
+            max_num_seqs=max(1, keep),
         )
 
 

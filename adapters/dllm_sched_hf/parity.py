@@ -1,0 +1,433 @@
+"""Check a device, a checkpoint and this engine against recorded decodings.
+
+    python -m dllm_sched_hf.parity DIR [--batch-size N] [--policy NAME] [--device D] [--dtype T]
+
+``DIR`` holds files of the golden format: ``forward_<model>.npz`` (logits), ``*.json`` or
+``*.json.gz`` (requests with their full traces), and the checkpoints that they name: ``<model>/``
+and ``<model>_lora/``. Every logit array must agree within 5e-4 and every D2F request in its tokens,
+number of forwards, blocks and complete trace: alone, and in mixed batches with a random order of
+arrival and late joiners. Kinds that this adapter does not decode are listed.
+
+Exit status: 0 everything agrees, 1 something differs (the first difference of each is named), 2 the
+directory or an argument is unusable. Only float32 and float64 can be expected to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import numpy as np
+import torch
+
+from dllm_sched import Scheduler
+from dllm_sched.errors import ConfigError
+from dllm_sched.policies import Policy, presets
+from dllm_sched.request import FinishReason
+from dllm_sched_hf.engine import D2FEngine, D2FOutput, D2FRequest
+from dllm_sched_hf.loading import load_model, resolve_device, resolve_dtype
+from dllm_sched_hf.modeling_llada import LLaDAModelLM, block_causal_mask
+
+__all__ = ["Check", "check_directory", "main", "serve_mixed"]
+
+LOGIT_TOLERANCE = 5e-4
+
+_POLICIES: dict[str, Callable[[int], Policy]] = {
+    "block_refill": presets.block_refill,
+    "continuous": presets.continuous,
+    "fixed_fill": lambda batch_size: presets.fixed_fill(batch_size, timeout_s=5.0),
+    "per_request": lambda _batch_size: presets.per_request(),
+}
+
+
+class Check(NamedTuple):
+    """The result of one comparison."""
+
+    file: str
+    what: str  #: e.g. ``logits_lora`` or ``batch 8, continuous``
+    num_compared: int
+    differences: tuple[str, ...] = ()  #: the first difference of each thing that differs
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differences
+
+
+@attrs.define
+class _Run:
+    """What all checks of one directory share."""
+
+    directory: Path
+    device: torch.device
+    dtype: torch.dtype
+    _models: dict[tuple[str, str | None, bool], LLaDAModelLM] = attrs.field(factory=dict)
+
+    def model(self, name: str, lora: str | None, *, merge: bool = True) -> LLaDAModelLM:
+        """Return a model of the directory, loaded once."""
+        key = (name, lora, merge)
+        if key not in self._models:
+            # The directory itself says which LoRA belongs to which model.
+            self._models[key] = load_model(
+                self.directory / name,
+                None if lora is None else self.directory / lora,
+                merge=merge,
+                device=self.device,
+                dtype=self.dtype,
+                allow_base_mismatch=True,
+            )
+        return self._models[key]
+
+
+def check_directory(
+    directory: str | Path,
+    *,
+    batch_size: int = 8,
+    policy: str = "continuous",
+    device: str | None = None,
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Iterator[Check]:
+    """Run every file of a directory and yield one result per comparison.
+
+    Args:
+        directory: Files of the golden format and the checkpoints that they name.
+        batch_size: Slots of the mixed batches, >= 1.
+        policy: ``block_refill``, ``continuous``, ``fixed_fill`` or ``per_request``.
+        device: None = CUDA if present, else CPU.
+        dtype: To compute in.
+        seed: Of the arrival order.
+
+    Raises:
+        ConfigError: If an argument or a file is unusable; names it.
+    """
+    if policy not in _POLICIES:
+        raise ConfigError(f"policy: {policy!r} is not one of {', '.join(_POLICIES)}")
+    if batch_size < 1:
+        raise ConfigError(f"batch-size: must be >= 1, got {batch_size}")
+    root = Path(directory)
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such directory")
+    run = _Run(root, resolve_device(device), resolve_dtype(dtype))
+    forwards = sorted(root.glob("forward_*.npz"))
+    records = [
+        path
+        for path in sorted((*root.glob("*.json"), *root.glob("*.json.gz")))
+        if not path.name.startswith("SUMMARY.")
+    ]
+    if not forwards and not records:
+        raise ConfigError(f"{root}: holds no forward_*.npz and no *.json or *.json.gz")
+    for path in forwards:
+        yield from _check_forward(run, path)
+    for path in records:
+        record = _read_record(path)
+        kind = _field(path.name, record, "kind", str)
+        if kind == "d2f":
+            yield from _check_d2f(run, path.name, record, batch_size, policy, seed)
+        else:
+            yield Check(path.name, kind, 0, note="not decoded yet")
+
+
+# -- logits
+
+
+def _check_forward(run: _Run, path: Path) -> Iterator[Check]:
+    name = path.stem.removeprefix("forward_")
+    lora = f"{name}_lora"
+    try:
+        with np.load(path) as stored:
+            arrays = {key: stored[key] for key in stored.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path}: not a readable npz file: {error}") from error
+    variants: dict[str, Callable[[], LLaDAModelLM]] = {
+        "logits": lambda: run.model(name, None),
+        "logits_lora": lambda: run.model(name, lora, merge=False),
+        "logits_lora_merged": lambda: run.model(name, lora),
+    }
+    numbers = sorted(key.removeprefix("ids_") for key in arrays if key.startswith("ids_"))
+    for what, model in variants.items():
+        pairs = [
+            (f"{what}_{number}", _logits(model(), arrays[f"ids_{number}"]))
+            for number in numbers
+            if f"{what}_{number}" in arrays
+        ]
+        if pairs:
+            yield _compare_arrays(path.name, what, arrays, pairs)
+    hidden = [
+        (key, _hidden(run.model(name, None), arrays[f"ids_{key.removeprefix('hidden_')}"]))
+        for key in sorted(arrays)
+        if key.startswith("hidden_")
+    ]
+    if hidden:
+        yield _compare_arrays(path.name, "hidden", arrays, hidden)
+    block_causal = []
+    for key in sorted(arrays):
+        if not key.startswith("bc_logits_lora_"):
+            continue
+        number = key.removeprefix("bc_logits_lora_")
+        try:
+            prompt_len, block_length, _ = (int(value) for value in arrays[f"bc_meta_{number}"])
+            ids = arrays[f"bc_ids_{number}"]
+        except (KeyError, ValueError) as error:
+            raise ConfigError(f"{path}: {key} lacks bc_ids or bc_meta: {error}") from error
+        mask = block_causal_mask(prompt_len, block_length, len(ids), device=run.device)
+        block_causal.append((key, _logits(run.model(name, lora, merge=False), ids, mask)))
+    if block_causal:
+        yield _compare_arrays(path.name, "bc_logits_lora", arrays, block_causal)
+
+
+@torch.inference_mode()
+def _logits(model: LLaDAModelLM, ids: Any, mask: torch.Tensor | None = None) -> Any:
+    batch = torch.from_numpy(ids).to(model.device)[None]
+    return model(batch, mask).logits[0].float().cpu().numpy()
+
+
+@torch.inference_mode()
+def _hidden(model: LLaDAModelLM, ids: Any) -> Any:
+    batch = torch.from_numpy(ids).to(model.device)[None]
+    states = model(batch, output_hidden_states=True).hidden_states
+    return torch.cat(states).float().cpu().numpy()
+
+
+def _compare_arrays(
+    file: str, what: str, arrays: dict[str, Any], pairs: Sequence[tuple[str, Any]]
+) -> Check:
+    differences = []
+    largest = 0.0
+    for key, got in pairs:
+        expected = arrays[key]
+        if expected.shape != got.shape:
+            differences.append(f"{key}: expected shape {expected.shape}, got {got.shape}")
+            continue
+        error = np.abs(expected - got)
+        largest = max(largest, float(error.max()))
+        wrong = ~(error <= LOGIT_TOLERANCE)  # so that NaN counts
+        if wrong.any():
+            at = tuple(int(index[0]) for index in np.nonzero(wrong))
+            differences.append(f"{key}{list(at)}: expected {expected[at]:.6g}, got {got[at]:.6g}")
+    return Check(file, what, len(pairs), tuple(differences), f"largest difference {largest:.1e}")
+
+
+# -- decoding
+
+
+def _check_d2f(
+    run: _Run, file: str, record: dict[str, Any], batch_size: int, policy: str, seed: int
+) -> Iterator[Check]:
+    name = _field(file, record, "model", str)
+    uses = record.get("lora")
+    lora = uses if isinstance(uses, str) else f"{name}_lora" if uses else None
+    model = run.model(name, lora)
+    mask_id = _field(file, record, "mask_token_id", int)
+    if mask_id != model.config.mask_token_id:
+        raise ConfigError(
+            f"{file}: mask_token_id {mask_id} is not that of {name}/config.json, "
+            f"{model.config.mask_token_id}"
+        )
+    entries = _field(file, record, "requests", list)
+    cases = [_case(file, record, entry) for entry in entries]
+    runnable = [request for request, _ in cases if request is not None]
+    max_len = max((request.max_total_tokens for request in runnable), default=1)
+
+    def compare(what: str, outputs: dict[str, Any]) -> Check:
+        differences = [
+            f"request {entry['id']}: {difference}"
+            for request, entry in cases
+            if (difference := _first_difference(entry, _result(request, outputs))) is not None
+        ]
+        return Check(file, what, len(cases), tuple(differences))
+
+    alone = D2FEngine(model, max_num_seqs=1, max_len=max_len, trace=True)
+    outputs: dict[str, Any] = {}
+    for request in runnable:
+        outputs |= serve_mixed(alone, [request], presets.per_request(), random.Random(seed))
+    yield compare("alone", outputs)
+    mixed = D2FEngine(model, max_num_seqs=batch_size, max_len=max_len, trace=True)
+    outputs = serve_mixed(mixed, runnable, _POLICIES[policy](batch_size), random.Random(seed))
+    yield compare(f"batch {batch_size}, {policy}", outputs)
+
+
+def serve_mixed(
+    engine: D2FEngine, requests: Sequence[D2FRequest], policy: Policy, rng: random.Random
+) -> dict[str, D2FOutput | BaseException | None]:
+    """Serve requests that arrive in random order, most of them while others run.
+
+    Time is virtual: a step takes one second.
+
+    Returns:
+        By request id, the output, or the error that ended it.
+    """
+    sched = Scheduler(policy=policy, capacity=engine.capacity())
+    waiting = rng.sample(list(requests), len(requests))
+    results: dict[str, D2FOutput | BaseException | None] = {}
+    now = 0.0
+    while waiting or sched.has_work():
+        for _ in range(min(len(waiting), rng.choice((0, 0, 1, 3)))):
+            sched.submit(waiting.pop(), now=now)
+        updates = [sched.next_step(now=now)]
+        now += 1.0
+        if (batch := updates[0].batch) is not None:
+            outcome = engine.run(batch)
+            updates.append(sched.complete_step(batch, outcome, now=now))
+        elif not waiting:
+            updates.append(sched.drain(now=now))
+        for update in updates:
+            engine.release(update.released)
+            for end in update.finished:
+                ok = end.reason in {FinishReason.EOS, FinishReason.LENGTH}
+                results[end.request.id] = end.output if ok else end.error
+    return results
+
+
+def _case(
+    file: str, record: dict[str, Any], entry: Any
+) -> tuple[D2FRequest | None, dict[str, Any]]:
+    """Return the request of a stored entry; None if its budget holds no block."""
+    if not isinstance(entry, dict) or "id" not in entry:
+        raise ConfigError(f"{file}: requests: each must be an object with an id, got {entry!r:.80}")
+    where = f"{file}: request {entry['id']}"
+    for field, kind in (("prompt", list), ("output", list), ("trace", list), ("n_forward", int)):
+        _field(where, entry, field, kind)
+    params = _field(file, record, "params", dict)
+    block_length = _field(f"{file}: params", params, "block_size", int)
+    budget = _field(f"{file}: params", params, "max_new_tokens", int)
+    if 0 <= budget < block_length:
+        return None, entry
+    try:
+        request = D2FRequest(
+            str(entry["id"]),
+            prompt=entry["prompt"],
+            max_new_tokens=budget,
+            block_length=block_length,
+            temperature=params.get("temperature", 0.0),
+            block_add_threshold=_field(file, params, "block_add_threshold", (int, float)),
+            decoded_token_threshold=_field(file, params, "decoded_token_threshold", (int, float)),
+            skip_threshold=_field(file, params, "skip_threshold", (int, float)),
+            stop_token_ids=(_field(file, record, "eos_token_id", int),),
+            truncate_at_stop=False,
+            whole_blocks_only=True,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return request, entry
+
+
+def _result(
+    request: D2FRequest | None, outputs: dict[str, Any]
+) -> D2FOutput | BaseException | None:
+    if request is None:
+        return D2FOutput((), 0, 0, None, ())
+    return outputs.get(request.id)
+
+
+def _first_difference(
+    expected: dict[str, Any], got: D2FOutput | BaseException | None
+) -> str | None:
+    """Name the first thing that differs: by step, then in the result; None if nothing does."""
+    if not isinstance(got, D2FOutput):
+        return f"no result: {got}"
+    trace = got.trace or ()
+    for step, (want, have) in enumerate(zip(expected["trace"], trace, strict=False), 1):
+        for key in want:
+            if want[key] != have.get(key):
+                return f"step {step}: {key}: expected {want[key]}, got {have.get(key)}"
+    for what, want, have in (
+        ("n_forward", expected["n_forward"], got.num_forwards),
+        ("n_blocks", expected.get("n_blocks", got.num_blocks), got.num_blocks),
+        ("eos_step", expected.get("eos_step", got.first_stop_step), got.first_stop_step),
+        ("trace length", len(expected["trace"]), len(trace)),
+        ("output length", len(expected["output"]), len(got.tokens)),
+    ):
+        if want != have:
+            return f"{what}: expected {want}, got {have}"
+    for index, (want, have) in enumerate(zip(expected["output"], got.tokens, strict=True)):
+        if want != have:
+            return f"output[{index}]: expected {want}, got {have}"
+    return None
+
+
+# -- files and the command line
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        record = json.loads(raw)
+    except (OSError, EOFError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{path}: must hold a JSON object")
+    return record
+
+
+def _field(where: str, record: dict[str, Any], name: str, kind: Any) -> Any:
+    value = record.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        expected = getattr(kind, "__name__", "number")
+        raise ConfigError(f"{where}: {name} must be a {expected}, got {value!r:.80}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dllm_sched_hf.parity",
+        description="Compare logits, tokens, forwards and traces with recorded decodings.",
+    )
+    parser.add_argument("directory", help="recorded files and the checkpoints that they name")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows of the mixed batches")
+    parser.add_argument("--policy", default="continuous", help=", ".join(_POLICIES))
+    parser.add_argument("--device", help="default: cuda if present, else cpu")
+    parser.add_argument("--dtype", default="float32", help="default: float32")
+    parser.add_argument("--seed", type=int, default=0, help="of the arrival order")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    args = parser.parse_args(argv)
+    checks = []
+    try:
+        for check in check_directory(
+            args.directory,
+            batch_size=args.batch_size,
+            policy=args.policy,
+            device=args.device,
+            dtype=args.dtype,
+            seed=args.seed,
+        ):
+            checks.append(check)
+            if not args.json:
+                _print(check)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    ok = all(check.ok for check in checks)
+    if args.json:
+        listed = [{**check._asdict(), "ok": check.ok} for check in checks]
+        print(json.dumps({"ok": ok, "checks": listed}))
+    else:
+        wrong = sum(not check.ok for check in checks)
+        print("everything agrees" if ok else f"{wrong} of {len(checks)} checks differ")
+    return 0 if ok else 1
+
+
+def _print(check: Check) -> None:
+    if check.num_compared == 0:
+        print(f"----  {check.file}: {check.what}: {check.note}")
+        return
+    status = "ok  " if check.ok else "DIFF"
+    agree = check.num_compared - len(check.differences)
+    note = f" ({check.note})" if check.note else ""
+    print(f"{status}  {check.file}: {check.what}: {agree}/{check.num_compared} agree{note}")
+    for difference in check.differences:
+        print(f"        {difference}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
