@@ -180,7 +180,7 @@ Event = (
 )
 
 _TYPES: dict[str, type[Any]] = {kind.__name__: kind for kind in Event.__args__}
-_ENUMS: dict[str, type[FinishReason] | type[Phase]] = {"reason": FinishReason, "phase": Phase}
+_ENUMS: dict[str, type[FinishReason | Phase]] = {"reason": FinishReason, "phase": Phase}
 _REQUEST_FIELDS = (
     "id",
     "prompt_len",

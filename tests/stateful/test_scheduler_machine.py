@@ -282,7 +282,7 @@ class Machine:
         rng = self.rng
         fresh = not self.active or rng.random() < 0.95
         request = Request(
-            f"r{self.serial}" if fresh else sorted(self.active)[0],
+            f"r{self.serial}" if fresh else min(self.active),
             prompt_len=rng.randint(1, 30),
             max_new_tokens=rng.randint(1, 40),
             block_length=rng.choice([8, 16]),

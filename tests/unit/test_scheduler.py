@@ -46,7 +46,7 @@ from dllm_sched import (
 )
 from dllm_sched.events import Event, from_json, to_json
 from dllm_sched.policies import Admission, Composition, Control, Eviction, Slots, StepCap, Verdict
-from dllm_sched.policies.base import KEEP, RESTART
+from dllm_sched.policies.base import KEEP
 
 INF = math.inf
 
@@ -64,7 +64,7 @@ def finish(*slots: int, output: Any = None) -> StepOutcome:
     return StepOutcome(finished=tuple(RowFinished(s, FinishReason.EOS, output) for s in slots))
 
 
-# --- requests ---------------------------------------------------------------------------------
+# --- requests ---
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_request_is_frozen_and_rounds_to_blocks() -> None:
         request.prompt_len = 9  # type: ignore[misc]
 
 
-# --- the life of a request ----------------------------------------------------------------------
+# --- the life of a request ---
 
 
 def test_a_request_runs_and_is_told_once() -> None:
@@ -169,7 +169,7 @@ def test_an_empty_slot_while_requests_wait_is_waste() -> None:
     assert s.stats().wasted_row_steps == 1
 
 
-# --- errors change nothing -------------------------------------------------------------------------
+# --- errors change nothing ---
 
 
 def test_an_active_id_is_refused_with_its_state() -> None:
@@ -268,7 +268,7 @@ def test_block_counts_never_go_back() -> None:
         s.complete_step(batch, StepOutcome(boundaries=(BlockBoundary(0, 1, 20),)), now=2.0)
 
 
-# --- cancel and time limits ----------------------------------------------------------------------
+# --- cancel and time limits ---
 
 
 def test_cancel_in_every_state() -> None:
@@ -332,7 +332,7 @@ def test_a_queue_timeout_ends_with_the_first_admission() -> None:
     assert update.batch is not None
 
 
-# --- failing steps ----------------------------------------------------------------------------------
+# --- failing steps ---
 
 
 def test_after_a_failed_step_nobody_has_advanced() -> None:
@@ -393,7 +393,7 @@ def test_a_failing_row_fails_alone() -> None:
     assert [row.request.id for row in batch.rows] == ["b"]
 
 
-# --- horizon and several steps at once -----------------------------------------------------------------
+# --- horizon and several steps at once ---
 
 
 def test_horizon_and_steps_at_once() -> None:
@@ -439,7 +439,7 @@ def test_jumps_and_single_steps_end_alike() -> None:
     assert run(1) == run(4) == run(100)
 
 
-# --- control ---------------------------------------------------------------------------------------------
+# --- control ---
 
 
 def test_pause_hands_out_nothing_and_time_limits_still_pass() -> None:
@@ -539,7 +539,7 @@ def test_set_capacity_shrinks_and_grows() -> None:
         s.set_capacity(Capacity(max_num_seqs=3, num_pages=9, memory=FixedCanvas()), now=2.0)
 
 
-# --- memory ----------------------------------------------------------------------------------------------
+# --- memory ---
 
 
 def test_capacity_fields_are_checked() -> None:
@@ -610,7 +610,7 @@ def test_a_request_that_can_never_fit_is_rejected_or_ended() -> None:
     assert [row.request.id for row in update.batch.rows] == ["small"]
 
 
-# --- policies and the round ---------------------------------------------------------------------------------
+# --- policies and the round ---
 
 
 def test_batch_keys_take_turns_and_never_mix() -> None:
@@ -754,7 +754,7 @@ def test_a_wrong_verdict_is_named(bad: Any) -> None:
     s.check_invariants()
 
 
-# --- events --------------------------------------------------------------------------------------------------
+# --- events ---
 
 
 def test_every_call_and_decision_is_an_event_and_survives_json() -> None:
@@ -822,7 +822,7 @@ def test_a_raising_observer_is_removed_and_logged_once(caplog: pytest.LogCapture
     assert [type(event).__name__ for event in seen[-2:]] == ["RequestSubmitted"] * 2
 
 
-# --- the long run ---------------------------------------------------------------------------------------------
+# --- the long run ---
 
 
 def test_nothing_of_a_finished_request_stays() -> None:
