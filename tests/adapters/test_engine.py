@@ -1,0 +1,566 @@
+"""The engine: exact decoding whoever shares the batch, one forward and one copy back per step."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from dllm_sched import Scheduler
+from dllm_sched.batch import NOTHING, Released, Row, StepBatch
+from dllm_sched.errors import ConfigError, EngineProtocolError
+from dllm_sched.policies import presets
+from dllm_sched.request import FinishReason, Phase, Request
+from dllm_sched_hf.engine import (
+    D2FEngine,
+    D2FRequest,
+    NonFiniteLogitsError,
+    StepOutOfMemoryError,
+)
+
+FILES = [
+    "d2f_aggressive_b16",
+    "d2f_base_nolora_b16",
+    "d2f_defaults_forced_only_b32",
+    "d2f_eager_add0_b16",
+    "d2f_gqa_aggressive_b16",
+    "d2f_gqa_math_b32",
+    "d2f_gqa_train_b16",
+    "d2f_gsm8k_b64",
+    "d2f_math_humaneval_b32",
+    "d2f_mbpp_b32",
+    "d2f_nondivisible_b32",
+    "d2f_serial_b16",
+    "d2f_train_b16",
+]
+
+
+def _assert_recorded(output, entry):
+    assert list(output.tokens) == entry["output"]
+    assert output.num_forwards == entry["n_forward"]
+    assert output.num_blocks == entry["n_blocks"]
+    assert output.first_stop_step == entry["eos_step"]
+    assert list(output.trace) == entry["trace"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_alone_every_step_is_the_recorded_one(name, record, golden_request, model, loop):
+    stored = record(name)
+    engine = D2FEngine(model(stored["model"], lora=stored["lora"]), max_num_seqs=1, trace=True)
+    drive = loop(engine)
+    for entry in stored["requests"]:
+        drive.join(0, golden_request(stored, entry))
+        drive.run()
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+    assert engine.num_forwards == sum(entry["n_forward"] for entry in stored["requests"])
+
+
+@pytest.mark.parametrize("batch_size", [4, 8, 16])
+@pytest.mark.parametrize("name", FILES)
+def test_neighbours_change_nothing(name, batch_size, record, golden_request, model):
+    """Random order, late joiners, and neighbours that are cancelled or fail at random steps."""
+    stored = record(name)
+    rng = random.Random(f"{name} {batch_size}")
+    engine = D2FEngine(
+        model(stored["model"], lora=stored["lora"]), max_num_seqs=batch_size, trace=True
+    )
+    # Both policies for every batch size, shared out over the files.
+    fill = (FILES.index(name) + batch_size // 4) % 2
+    policy = presets.fixed_fill(batch_size, 3.0) if fill else presets.continuous(batch_size)
+    sched = Scheduler(policy=policy, capacity=engine.capacity())
+    arrivals = [golden_request(stored, entry) for entry in stored["requests"]]
+    for index in range(8):
+        entry = rng.choice(stored["requests"])
+        arrivals.append(golden_request({**stored}, {**entry, "id": f"victim {index}"}))
+    rng.shuffle(arrivals)
+    results, now, victims = {}, 0.0, {}
+
+    def deliver(update):
+        engine.release(update.released)
+        for end in update.finished:
+            assert end.request.id not in results
+            results[end.request.id] = end
+
+    while arrivals or sched.has_work():
+        for _ in range(min(len(arrivals), rng.choice((0, 1, 2)))):
+            sched.submit(arrivals.pop(), now=now)
+        update = sched.next_step(now=now)
+        deliver(update)
+        now += 1.0
+        if update.batch is None:
+            continue
+        for row in update.batch.rows:
+            if row.request.id.startswith("victim") and rng.random() < 0.1:
+                victims[row.request.id] = fate = rng.choice(("cancel", "fail"))
+                if fate == "cancel":
+                    deliver(sched.cancel(row.request.id, now=now))
+                elif row.phase is Phase.REUSE:
+                    engine._cache.values[0][row.slot, 0] = float("nan")
+        outcome = engine.run(update.batch)
+        deliver(sched.complete_step(update.batch, outcome, now=now))
+    assert len(results) == len(stored["requests"]) + 8
+    assert victims
+    for entry in stored["requests"]:
+        _assert_recorded(results[str(entry["id"])].output, entry)
+    for end in results.values():
+        if end.reason is FinishReason.ERROR:
+            assert end.request.id.startswith("victim")
+            assert isinstance(end.error, NonFiniteLogitsError)
+
+
+def test_unmerged_lora_decodes_the_same(record, golden_request, model, loop):
+    stored = record("d2f_gqa_aggressive_b16")
+    engine = D2FEngine(model("tiny_gqa", merge=False), max_num_seqs=8, trace=True)
+    drive = loop(engine)
+    for slot, entry in enumerate(stored["requests"][:8]):
+        drive.join(slot, golden_request(stored, entry))
+    drive.run()
+    for entry in stored["requests"][:8]:
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+def test_a_neighbour_ten_times_as_long_changes_nothing(record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    entry = min(stored["requests"], key=lambda entry: len(entry["prompt"]))
+    length = min(10 * len(entry["prompt"]), 512 - 128)
+    assert length >= 4 * len(entry["prompt"])
+    engine = D2FEngine(model(), max_num_seqs=5, trace=True)
+    drive = loop(engine)
+    drive.join(3, golden_request(stored, entry))
+    drive.step()
+    for slot in (0, 1, 4):
+        long = (entry["prompt"] * 40)[:length]
+        drive.join(slot, golden_request(stored, {**entry, "id": f"long {slot}", "prompt": long}))
+    # Only if the long rows form a group of their own does the short row escape their padding.
+    plan, ranges = engine._group(np.array([3]))
+    assert ranges == [(0, 1)]
+    drive.run()
+    _assert_recorded(drive.outputs[str(entry["id"])], entry)
+    assert drive.outputs["long 0"] == drive.outputs["long 4"]
+
+
+def test_one_forward_and_one_copy_back_per_step(record, golden_request, model, loop, monkeypatch):
+    stored = record("d2f_aggressive_b16")
+    engine = D2FEngine(model(), max_num_seqs=8)
+    forwards, copies, reads = [], [], []
+    forward, cpu = engine.model.forward_packed, torch.Tensor.cpu
+    monkeypatch.setattr(
+        engine.model, "forward_packed", lambda *args: forwards.append(1) or forward(*args)
+    )
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(1) or cpu(self))
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_args, name=name: reads.append(name))
+    drive = loop(engine)
+    for slot, entry in enumerate(stored["requests"][:8]):
+        drive.join(slot, golden_request(stored, entry))
+        drive.step()  # prompts of new rows and blocks of old ones together
+    drive.run()
+    assert len(drive.outputs) == 8
+    assert len(forwards) == len(copies) == engine.num_forwards == drive.step_id
+    assert reads == []
+
+
+def test_nan_row_fails_alone_and_leaves_nothing_behind(record, golden_request, model, loop):
+    stored = record("d2f_aggressive_b16")
+    first, second, third = stored["requests"][:3]
+    used = {token for e in (first, second, third) for token in (*e["prompt"], *e["output"])}
+    poison = min(set(range(290)) - used)
+    net = copy.deepcopy(model())
+    with torch.no_grad():
+        net.get_input_embeddings().weight[poison] = float("nan")
+    engine = D2FEngine(net, max_num_seqs=3, trace=True)
+    drive = loop(engine)
+    drive.join(0, golden_request(stored, first))
+    bad = {**first, "id": "bad", "prompt": [*(first["prompt"] * 3)[:380], poison]}
+    drive.join(1, golden_request(stored, bad))
+    drive.join(2, golden_request(stored, second))
+    drive.step()
+    assert isinstance(drive.errors["bad"], NonFiniteLogitsError)
+    assert "'bad'" in str(drive.errors["bad"])
+    drive.join(1, golden_request(stored, third))  # shorter: stale keys lie beyond its end
+    drive.run()
+    for entry in (first, second, third):
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+def test_a_request_that_does_not_suit_the_model_fails_alone(record, golden_request, model, loop):
+    stored = record("d2f_aggressive_b16")
+    good, bad = stored["requests"][:2]
+    drive = loop(D2FEngine(model(), max_num_seqs=2, trace=True))
+    drive.join(0, golden_request(stored, good))
+    drive.join(1, golden_request(stored, {**bad, "prompt": [1, 295, 2]}))
+    drive.run()
+    assert "mask id 295 at position 1" in str(drive.errors[str(bad["id"])])
+    _assert_recorded(drive.outputs[str(good["id"])], good)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_preempted_rows_go_on_or_start_again(kept, record, golden_request, model, loop):
+    stored = record("d2f_gqa_train_b16")
+    one, two, three = stored["requests"][:3]
+    drive = loop(D2FEngine(model("tiny_gqa"), max_num_seqs=2, trace=True))
+    request = golden_request(stored, one)
+    drive.join(0, request)
+    drive.join(1, golden_request(stored, two))
+    for _ in range(5):
+        drive.step()
+    drive.leave(0, kept=kept)
+    drive.join(0, golden_request(stored, three))
+    while str(two["id"]) not in drive.outputs:
+        drive.step()
+    drive.join(1, request, resumed=kept)
+    before = drive.engine.num_forwards
+    drive.run()
+    for entry in (one, two, three):
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+    if not drive.rows and kept:
+        assert drive.engine.num_forwards - before >= one["n_forward"] - 5
+
+
+def test_resuming_what_was_never_kept_is_the_callers_error(record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    drive = loop(D2FEngine(model(), max_num_seqs=1))
+    drive.join(0, golden_request(stored, stored["requests"][0]), resumed=True)
+    with pytest.raises(EngineProtocolError, match="keeps no progress"):
+        drive.step()
+
+
+def test_progress_of_a_request_that_is_dropped_is_dropped(record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    engine = D2FEngine(model(), max_num_seqs=1)
+    drive = loop(engine)
+    request = golden_request(stored, stored["requests"][0])
+    drive.join(0, request)
+    drive.step()
+    drive.leave(0, kept=True)
+    assert list(engine._kept) == [request]
+    del request  # the last reference: nobody can resume it any more
+    assert len(engine._kept) == 0
+
+
+def test_rows_may_sit_out_steps(record, golden_request, model, loop):
+    stored = record("d2f_aggressive_b16")
+    entries = stored["requests"][:3]
+    drive = loop(D2FEngine(model(), max_num_seqs=3, trace=True))
+    for slot, entry in enumerate(entries):
+        drive.join(slot, golden_request(stored, entry))
+    rng = random.Random(4)
+    while drive.rows:
+        drive.step(*rng.sample(sorted(drive.rows), rng.randint(1, len(drive.rows))))
+    for entry in entries:
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+def test_out_of_memory_advances_nobody(record, golden_request, model, loop, monkeypatch):
+    stored = record("d2f_eager_add0_b16")  # a block is appended at every step
+    entries = stored["requests"][:3]
+    engine = D2FEngine(model(), max_num_seqs=3, trace=True)
+    drive = loop(engine)
+    drive.join(0, golden_request(stored, entries[0]))
+    drive.step()
+    drive.join(1, golden_request(stored, entries[1]))
+    drive.join(2, golden_request(stored, entries[2]))
+
+    def full(*_args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "forward_packed", full)
+        for _ in range(2):
+            with pytest.raises(StepOutOfMemoryError, match="nobody has advanced") as caught:
+                drive.step()
+    assert caught.value.restart == (1, 2)  # the least progress
+    assert caught.value.fail == ()
+    assert caught.value.max_num_seqs == 1
+    drive.run()
+    for entry in entries:
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+    assert StepOutOfMemoryError([5]).fail == (5,)
+
+
+def test_other_errors_of_the_model_pass_through(record, golden_request, model, loop, monkeypatch):
+    stored = record("d2f_train_b16")
+    engine = D2FEngine(model(), max_num_seqs=1)
+    drive = loop(engine)
+    drive.join(0, golden_request(stored, stored["requests"][0]))
+
+    def broken(*_args):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(engine.model, "forward_packed", broken)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        drive.step()
+
+
+def test_reports_boundaries_phases_and_masks(record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    entry = max(stored["requests"], key=lambda entry: entry["n_blocks"])
+    engine = D2FEngine(model(), max_num_seqs=1, report_masked=True)
+    drive = loop(engine)
+    drive.join(0, golden_request(stored, entry))
+    phases, blocks, remaining = [], [], []
+    while drive.rows:
+        outcome = drive.step()
+        phases += outcome.phases
+        blocks += outcome.boundaries
+        remaining += outcome.masked_remaining
+    prompt_len = len(entry["prompt"])
+    assert [(change.slot, change.phase) for change in phases] == [(0, Phase.REUSE)]
+    done = [boundary.num_blocks_done for boundary in blocks]
+    assert done == sorted(set(done)) and done[-1] < entry["n_blocks"]
+    assert all(b.kv_tokens == prompt_len + 16 * b.num_blocks_done for b in blocks)
+    committed = sum(len(step["commits"]) for step in entry["trace"])
+    assert remaining[-1] == 0
+    assert remaining == sorted(remaining, reverse=True)
+    assert remaining[0] == 128 - len(entry["trace"][0]["commits"]) and committed <= 128
+
+
+def test_a_step_without_news_is_nothing(record, golden_request, model, loop):
+    stored = record("d2f_serial_b16")
+    drive = loop(D2FEngine(model(), max_num_seqs=1))
+    drive.join(0, golden_request(stored, max(stored["requests"], key=lambda e: e["n_forward"])))
+    drive.step()
+    assert any(drive.step() is NOTHING for _ in range(8))
+
+
+def test_streamed_tokens_only_grow_and_end_as_the_answer(record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    entry = next(entry for entry in stored["requests"] if entry["eos_step"])
+    engine = D2FEngine(model(), max_num_seqs=1)
+    drive = loop(engine)
+    drive.join(0, golden_request(stored, entry, truncate_at_stop=True))
+    seen = ()
+    while drive.rows:
+        drive.step()
+        if drive.rows:
+            now = engine.committed(0)
+            assert now[: len(seen)] == seen
+            seen = now
+    answer = drive.outputs[str(entry["id"])].tokens
+    assert answer[: len(seen)] == seen
+    with pytest.raises(EngineProtocolError, match="slot 0"):
+        engine.committed(0)
+
+
+def test_truncation_stops_early_and_cuts_before_the_first_stop_id(
+    record, golden_request, model, loop
+):
+    stored = record("d2f_mbpp_b32")
+    eos = stored["eos_token_id"]
+    drive = loop(D2FEngine(model(), max_num_seqs=1))
+    saved = 0
+    for entry in stored["requests"]:
+        drive.join(0, golden_request(stored, entry, truncate_at_stop=True))
+        while drive.rows:
+            outcome = drive.step()
+        output, end = drive.outputs[str(entry["id"])], outcome.finished[0]
+        if eos in entry["output"]:
+            assert list(output.tokens) == entry["output"][: entry["output"].index(eos)]
+            assert end.reason is FinishReason.EOS
+        else:
+            assert list(output.tokens) == entry["output"]
+            assert end.reason is FinishReason.LENGTH
+        saved += entry["n_forward"] - output.num_forwards
+    assert saved > 0
+
+
+def test_every_stop_id_counts(record, golden_request, model, loop):
+    stored = record("d2f_mbpp_b32")
+    entry = next(entry for entry in stored["requests"] if entry["eos_step"] is None)
+    other = entry["output"][5]
+    drive = loop(D2FEngine(model(), max_num_seqs=1, stop_token_ids=(stored["eos_token_id"], other)))
+    drive.join(0, golden_request(stored, entry, stop_token_ids=None, truncate_at_stop=True))
+    drive.run()
+    output = drive.outputs[str(entry["id"])]
+    assert list(output.tokens) == entry["output"][: entry["output"].index(other)]
+
+
+def test_budget_is_rounded_up_and_cut_back(record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    entry = next(entry for entry in stored["requests"] if entry["eos_step"] is None)
+    drive = loop(D2FEngine(model(), max_num_seqs=2))
+    for slot, budget in enumerate((5, 40)):
+        request = golden_request(
+            stored, {**entry, "id": budget}, max_new_tokens=budget, whole_blocks_only=False
+        )
+        assert request.max_blocks == -(-budget // 16)
+        drive.join(slot, request)
+    drive.run()
+    assert [len(drive.outputs[str(budget)].tokens) for budget in (5, 40)] == [5, 40]
+
+
+def _sampled(engine, loop, slots_and_seeds, prompt, temperature=1.5):
+    drive = loop(engine)
+    for slot, seed in slots_and_seeds:
+        drive.join(
+            slot,
+            D2FRequest(
+                f"{seed}",
+                prompt=prompt,
+                max_new_tokens=48,
+                block_length=16,
+                seed=seed,
+                temperature=temperature,
+                skip_threshold=0.3,
+            ),
+        )
+        drive.step()
+    drive.run()
+    return {name: output.tokens for name, output in drive.outputs.items()}
+
+
+def test_draws_depend_on_the_seed_and_not_on_the_batch(model, loop, record):
+    prompt = record("d2f_train_b16")["requests"][0]["prompt"]
+    alone = {}
+    for seed in (1, 2, 3):
+        engine = D2FEngine(model(), max_num_seqs=1)
+        alone |= _sampled(engine, loop, [(0, seed)], prompt)
+    together = _sampled(
+        D2FEngine(model(), max_num_seqs=6), loop, [(4, 3), (0, 2), (5, 9), (1, 1)], prompt
+    )
+    assert {name: together[name] for name in alone} == alone
+    assert len(set(together.values())) == 4
+    assert all(295 not in tokens for tokens in together.values())
+
+
+def test_drawn_tokens_follow_the_softmax(model):
+    """Frequencies over many draws agree with the probabilities; the mask id never comes."""
+    engine = D2FEngine(model(), max_num_seqs=1)
+    torch.manual_seed(0)
+    row = torch.randn(engine.vocab_size) * 2
+    count = 20_000
+    temperature = np.full(count, 0.7)
+    draws = (np.arange(count) + 0.5) / count
+    read = engine._read_out(row.repeat(count, 1), temperature, draws)
+    confidence, token = read[0].view(torch.float32), read[1].long()
+    scaled = (row / 0.7).softmax(-1)
+    allowed = scaled.clone()
+    allowed[engine.mask_token_id] = 0
+    expected = allowed / allowed.sum()
+    got = torch.bincount(token, minlength=engine.vocab_size) / count
+    assert got[engine.mask_token_id] == 0
+    # Evenly spaced draws: each count is within one of its share.
+    assert (got - expected).abs().max() <= 1.5 / count
+    torch.testing.assert_close(confidence, scaled[token], rtol=1e-4, atol=1e-6)
+
+
+def test_the_mask_token_is_never_chosen_but_keeps_its_share(model):
+    engine = D2FEngine(model(), max_num_seqs=1)
+    logits = torch.zeros(1, engine.vocab_size)
+    logits[0, engine.mask_token_id] = 10.0
+    logits[0, 7] = 9.0
+    expected = logits.softmax(-1)[0, 7]
+    read = engine._read_out(logits.clone(), np.zeros(1), None)
+    assert read[1].tolist() == [7]
+    torch.testing.assert_close(read[0].view(torch.float32)[0], expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_logits_give_a_non_finite_confidence(bad, model):
+    engine = D2FEngine(model(), max_num_seqs=1)
+    logits = torch.zeros(2, engine.vocab_size)
+    logits[1, 3] = bad
+    confidence = engine._read_out(logits, np.zeros(2), None)[0].view(torch.float32)
+    assert confidence.isfinite().tolist() == [True, False]
+
+
+def test_head_in_chunks_changes_nothing(record, golden_request, model, loop, monkeypatch):
+    monkeypatch.setattr("dllm_sched_hf.engine._LOGITS_PER_CHUNK", 300 * 7)
+    stored = record("d2f_aggressive_b16")
+    drive = loop(D2FEngine(model(), max_num_seqs=4, trace=True))
+    for slot, entry in enumerate(stored["requests"][:4]):
+        drive.join(slot, golden_request(stored, entry))
+    drive.run()
+    for entry in stored["requests"][:4]:
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+def test_knobs_override_the_request(record, golden_request, model, loop):
+    stored = record("d2f_aggressive_b16")
+    entry = stored["requests"][0]
+    plain = {"skip_threshold": 0.99, "decoded_token_threshold": 1.0, "block_add_threshold": 0.2}
+    names = dict.fromkeys(plain)
+    knobs = {name: stored["params"][name] for name in names}
+    drive = loop(D2FEngine(model(), max_num_seqs=1, trace=True))
+    drive.join(0, golden_request(stored, entry, **plain), **knobs)
+    drive.run()
+    _assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [({"skip": 0.5}, "unknown 'skip'"), ({"skip_threshold": 2}, "in \\[0, 1\\]")],
+)
+def test_bad_knobs_are_refused(knobs, message, record, golden_request, model, loop):
+    stored = record("d2f_train_b16")
+    drive = loop(D2FEngine(model(), max_num_seqs=1))
+    drive.join(0, golden_request(stored, stored["requests"][0]), **knobs)
+    with pytest.raises(ConfigError, match=message):
+        drive.step()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [1, 295]}, "mask id 295"),
+        ({"prompt": [1, 300]}, "vocabulary has 300"),
+        ({"prompt": [-1]}, "prompt must hold token ids"),
+        ({"prompt": [1] * 400, "max_new_tokens": 97}, "528 positions"),
+        ({"max_new_tokens": 31, "whole_blocks_only": True}, "no whole block"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"block_length": 0}, "block_length"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"skip_threshold": 1.1}, "skip_threshold"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop_token_ids": (295,)}, "stop_token_ids"),
+    ],
+)
+def test_bad_requests_name_the_field(fields, message, model):
+    engine = D2FEngine(model(), max_num_seqs=1)
+    with pytest.raises(ConfigError, match=message):
+        engine.request("r", **({"prompt": [1, 2], "max_new_tokens": 64} | fields))
+
+
+def test_only_its_own_requests_are_taken(model):
+    with pytest.raises(ConfigError, match="D2FRequest"):
+        D2FEngine(model(), max_num_seqs=1).check(Request("r", prompt_len=3, max_new_tokens=4))
+
+
+@pytest.mark.parametrize("fields", [{"max_num_seqs": 0}, {"max_len": 0}, {"max_len": 513}])
+def test_bad_engine_arguments_name_themselves(fields, model):
+    with pytest.raises(ConfigError, match=next(iter(fields))):
+        D2FEngine(model(), **({"max_num_seqs": 1} | fields))
+
+
+def test_a_row_that_never_joined_is_the_callers_error(model):
+    engine = D2FEngine(model(), max_num_seqs=2)
+    request = engine.request("r", [1, 2], max_new_tokens=8)
+    with pytest.raises(EngineProtocolError, match="'r'"):
+        engine.run(StepBatch(0, 0.0, (Row(1, request, Phase.PREFILL, 0),)))
+
+
+def test_releasing_a_stranger_changes_nothing(model, loop):
+    engine = D2FEngine(model(), max_num_seqs=1)
+    drive = loop(engine)
+    drive.join(0, engine.request("r", [1, 2], max_new_tokens=8))
+    drive.step()
+    stranger = engine.request("r", [1, 2], max_new_tokens=8)
+    engine.release([Released(0, stranger, FinishReason.CANCELLED)])
+    drive.run()
+    assert "r" in drive.outputs
+
+
+def test_clock_times_the_forward_only(model, loop):
+    ticks = iter(range(10**6))
+    engine = D2FEngine(model(), max_num_seqs=1, clock=lambda: float(next(ticks)))
+    drive = loop(engine)
+    drive.join(0, engine.request("r", [1, 2], max_new_tokens=8))
+    drive.run()
+    # Two intervals of one tick per step: the blocks, and the head.
+    assert engine.forward_s == 2 * engine.num_forwards > 0
+    assert engine.num_tokens >= 2 + 32

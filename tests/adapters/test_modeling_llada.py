@@ -1,0 +1,129 @@
+"""The model: recorded logits, explicit attention, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from dllm_sched.errors import ConfigError
+from dllm_sched_hf.modeling_llada import LLaDAConfig, LLaDAModelLM, block_causal_mask
+
+MODELS = ["tiny_mha", "tiny_gqa"]
+TOLERANCE = 5e-4
+
+
+def _largest(got, expected):
+    return float(np.abs(got.numpy() - expected).max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("logits", {"lora": False}),
+        ("logits_lora", {"merge": False}),
+        ("logits_lora_merged", {"merge": True}),
+    ],
+)
+def test_logits_are_the_recorded_ones(name, what, options, model, golden):
+    net = model(name, **options)
+    with np.load(golden / f"forward_{name}.npz") as stored, torch.inference_mode():
+        for number in range(5):
+            got = net(torch.from_numpy(stored[f"ids_{number}"])[None]).logits[0]
+            assert _largest(got, stored[f"{what}_{number}"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_states_are_the_recorded_ones(name, model, golden):
+    with np.load(golden / f"forward_{name}.npz") as stored, torch.inference_mode():
+        ids = torch.from_numpy(stored["ids_3"])[None]
+        states = model(name, lora=False)(ids, output_hidden_states=True).hidden_states
+        assert len(states) == len(stored["hidden_3"])
+        assert _largest(torch.cat(states), stored["hidden_3"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_block_causal_logits_are_the_recorded_ones(name, model, golden):
+    net = model(name, merge=False)
+    with np.load(golden / f"forward_{name}.npz") as stored, torch.inference_mode():
+        for number in range(4):
+            ids = stored[f"bc_ids_{number}"]
+            prompt_len, block_length, _ = stored[f"bc_meta_{number}"].tolist()
+            mask = block_causal_mask(prompt_len, block_length, len(ids))
+            got = net(torch.from_numpy(ids)[None], mask).logits[0]
+            assert _largest(got, stored[f"bc_logits_lora_{number}"]) <= TOLERANCE
+
+
+def test_block_causal_mask_counts_blocks_from_the_prompts_end():
+    mask = block_causal_mask(3, 2, 7)
+    assert mask.sum(1).tolist() == [3, 3, 3, 5, 5, 7, 7]
+    assert all(row.tolist() == sorted(row.tolist(), reverse=True) for row in mask)
+
+
+def test_float_and_bool_bias_agree(model):
+    net, ids = model(), torch.arange(12)[None]
+    mask = block_causal_mask(4, 4, 12)
+    bias = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    with torch.inference_mode():
+        torch.testing.assert_close(net(ids, mask).logits, net(ids, bias).logits)
+
+
+def test_attention_mask_is_refused(model):
+    with pytest.raises(ConfigError, match="attention_bias"):
+        model()(torch.zeros((1, 3), dtype=torch.int64), attention_mask=torch.ones(1, 3))
+
+
+def test_config_has_the_published_keys(golden, tmp_path):
+    published = json.loads((golden / "tiny_mha" / "config.json").read_text())
+    LLaDAConfig(**published).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    version = published.pop("transformers_version")
+    assert version != saved.pop("transformers_version")
+    del published["use_cache"]  # transformers keeps it with the generation settings
+    assert {key: saved.get(key, "absent") for key in published} == published
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("alibi", True),
+        ("weight_tying", True),
+        ("include_bias", True),
+        ("n_heads", 7),
+        ("n_kv_heads", 3),
+        ("mask_token_id", 10**6),
+        ("embedding_size", 10),
+    ],
+)
+def test_config_names_what_it_cannot_run(key, value):
+    with pytest.raises(ConfigError, match=key):
+        LLaDAConfig(**{key: value})
+
+
+def test_shards_load_like_one_file(model, tmp_path):
+    net = model("tiny_gqa", lora=False)
+    net.save_pretrained(tmp_path, max_shard_size="200KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    again = LLaDAModelLM.from_pretrained(tmp_path).state_dict()
+    assert again.keys() == net.state_dict().keys()
+    assert all(torch.equal(again[key], value) for key, value in net.state_dict().items())
+
+
+def test_gradients_reach_every_weight():
+    config = LLaDAConfig(
+        d_model=16,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        mlp_hidden_size=24,
+        vocab_size=20,
+        mask_token_id=19,
+        eos_token_id=18,
+        pad_token_id=18,
+    )
+    net = LLaDAModelLM(config)
+    net(torch.randint(0, 19, (2, 9))).logits.square().mean().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
