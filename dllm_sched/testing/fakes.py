@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import attrs
@@ -101,8 +100,13 @@ class FakeEngine:
         self._service_s = service_s
         self._clock = clock
         self._tenants: list[_Tenant | None] = [None] * max_num_seqs
-        # Keyed weakly: a preempted request may be cancelled, and nobody tells the engine then.
-        self._kept: WeakKeyDictionary[Request, _Tenant] = WeakKeyDictionary()
+        self._kept: dict[str, _Tenant] = {}  # progress of preempted requests, by id
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Ids of the requests that it holds anything of: empty once all slots came back."""
+        here = (tenant.request.id for tenant in self._tenants if tenant is not None)
+        return frozenset((*here, *self._kept))
 
     def run(self, batch: StepBatch) -> StepOutcome:
         """Run one step. O(tokens committed + rows).
@@ -139,13 +143,16 @@ class FakeEngine:
         )
 
     def release(self, released: Sequence[Released]) -> None:
-        """Take slots back, and keep the progress of rows that were preempted with it. O(slots)."""
+        """Take slots back; keep the progress of rows that will resume it. O(released)."""
         for gone in released:
+            if gone.slot is None:
+                self._kept.pop(gone.request.id, None)
+                continue
             tenant = self._tenants[gone.slot]
             if tenant is not None and tenant.request is gone.request:
                 self._tenants[gone.slot] = None
                 if gone.kept:
-                    self._kept[gone.request] = tenant
+                    self._kept[gone.request.id] = tenant
 
     def _place(self, row: Row) -> None:
         here = self._tenants[row.slot]
@@ -155,7 +162,7 @@ class FakeEngine:
                 "released"
             )
         if row.resumed:
-            kept = here or self._kept.pop(row.request, None)
+            kept = here or self._kept.pop(row.request.id, None)
             if kept is None:
                 raise EngineProtocolError(
                     f"slot {row.slot}: {row.request.id!r} is to be resumed, but no progress was "
