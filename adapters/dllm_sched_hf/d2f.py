@@ -77,7 +77,7 @@ class StepPlan(NamedTuple):
 class Commits(NamedTuple):
     """What one step decided, for the c masked positions of its plan."""
 
-    index: Ints  #: ``[k]`` which of the c positions committed, ascending
+    chosen: Ints  #: ``[k]`` which of the c positions committed, ascending
     forced: Ints  #: ``[f]`` which of the c positions were a block's forced single one
     finished: Bools  #: ``[r]`` rows that have nothing left to do
     grew: Bools  #: ``[r]`` rows whose number of finished blocks grew
@@ -305,4 +305,4 @@ def uniform_draws(seed: Ints, position: Ints, step: Ints) -> Floats:
     state = np.zeros(len(seed), np.uint64)
     for word in (seed, position, step):
         state = _mix((state + _GOLDEN) ^ _mix(word.astype(np.uint64) + _GOLDEN))
-    return (state >> np.uint64(11)) * 2.0**-53
+    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -10,12 +10,12 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import attrs
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from torch import Tensor, nn
 
 from dllm_sched.batch import (
@@ -272,7 +272,7 @@ class D2FEngine:
         report_masked: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         if not isinstance(base, LLaDAModelLM):
             raise ConfigError(f"model must be a LLaDAModelLM, got {type(base).__name__}")
         window = base.config.max_sequence_length
@@ -308,8 +308,7 @@ class D2FEngine:
         self._truncates = np.zeros(max_num_seqs, np.bool_)
         self._partial = np.zeros(max_num_seqs, np.bool_)  # the last block is only partly wanted
         self._tenants: list[_Tenant | None] = [None] * max_num_seqs
-        # Keyed weakly: progress of a request that is never resumed goes when the request goes.
-        self._kept: WeakKeyDictionary[D2FRequest, _Kept] = WeakKeyDictionary()
+        self._kept: dict[Request, _Kept] = {}
         self._last_batch: tuple[tuple[Row, ...], Knobs] = ((), NO_KNOBS)
         self._slots: Ints = np.empty(0, np.int64)
         self._prefilling: list[int] = []
@@ -333,6 +332,9 @@ class D2FEngine:
             ConfigError: Wrong type, mask id or unknown id in the prompt, no whole block, or a
                 window that does not fit after rounding to blocks; names the field and the fix.
         """
+        self._checked(request)
+
+    def _checked(self, request: Request) -> D2FRequest:
         if not isinstance(request, D2FRequest):
             raise ConfigError(
                 f"request {request.id!r}: must be a D2FRequest, got {type(request).__name__}"
@@ -365,6 +367,7 @@ class D2FEngine:
                 f"{request.block_length} need {request.max_total_tokens} positions, but max_len is "
                 f"{self.max_len}: shorten the prompt or lower max_new_tokens"
             )
+        return request
 
     def capacity(self) -> Capacity:
         """Return what a scheduler may put on this engine: slots, with memory set aside for each."""
@@ -432,10 +435,13 @@ class D2FEngine:
     def release(self, released: Sequence[Released]) -> None:
         """Take back slots; keep the progress of rows that were preempted with ``kept``.
 
-        Kept progress moves to host memory until the request joins again (``Row.resumed``), or is
-        dropped by everyone.
+        Kept progress moves to host memory until the request joins again (``Row.resumed``), or a
+        release without a slot says that it never will.
         """
         for gone in released:
+            if gone.slot is None:
+                self._kept.pop(gone.request, None)
+                continue
             tenant = self._tenants[gone.slot]
             if tenant is None or tenant.request is not gone.request:
                 continue  # it failed to join
@@ -460,7 +466,7 @@ class D2FEngine:
             if row.resumed and here is not None and here.request is request:
                 continue  # placed by a step that failed before it advanced anybody
             try:
-                self.check(request)
+                request = self._checked(request)
             except ConfigError as error:
                 self._tenants[slot] = None
                 failed.append(RowFailed(slot, error))
@@ -772,7 +778,7 @@ class D2FEngine:
         forced = set(commits.forced.tolist())
         committed: list[list[list[int]]] = [[] for _ in plan.slots]
         forced_blocks: list[list[int]] = [[] for _ in plan.slots]
-        for index in commits.index.tolist():
+        for index in commits.chosen.tolist():
             at = int(position[index])
             committed[row[index]].append([at, int(token[index])])
             if index in forced:

@@ -312,19 +312,23 @@ class LLaDABlock(nn.Module):
         return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
 
 
-class LLaDAModel(nn.Module):
-    """Embedding, blocks, final norm and head under the published name ``transformer``."""
+class LLaDATransformer(nn.Module):
+    """Embedding, blocks, final norm and head."""
 
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.embedding_size, config.d_model),
-                "blocks": nn.ModuleList(LLaDABlock(config, i) for i in range(config.n_layers)),
-                "ln_f": LLaDARMSNorm(config),
-                "ff_out": nn.Linear(config.d_model, config.embedding_size, bias=False),
-            }
-        )
+        self.wte = nn.Embedding(config.embedding_size, config.d_model)
+        self.blocks = nn.ModuleList(LLaDABlock(config, i) for i in range(config.n_layers))
+        self.ln_f = LLaDARMSNorm(config)
+        self.ff_out = nn.Linear(config.d_model, config.embedding_size, bias=False)
+
+
+class LLaDAModel(nn.Module):
+    """Only there for the published tensor names, ``model.transformer...``."""
+
+    def __init__(self, config: LLaDAConfig) -> None:
+        super().__init__()
+        self.transformer = LLaDATransformer(config)
 
 
 class LLaDAModelLM(PreTrainedModel):
@@ -357,19 +361,19 @@ class LLaDAModelLM(PreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""
-        return self.model.transformer["wte"]
+        return self.model.transformer.wte
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
-        self.model.transformer["wte"] = value
+        self.model.transformer.wte = value
 
     def get_output_embeddings(self) -> nn.Linear:
         """Return the head."""
-        return self.model.transformer["ff_out"]
+        return self.model.transformer.ff_out
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Replace the head."""
-        self.model.transformer["ff_out"] = new_embeddings
+        self.model.transformer.ff_out = new_embeddings
 
     def forward(
         self,
@@ -406,7 +410,7 @@ class LLaDAModelLM(PreTrainedModel):
                 "[batch, 1, length, length] that says what each position may see"
             )
         parts = self.model.transformer
-        x = parts["wte"](input_ids) if inputs_embeds is None else inputs_embeds
+        x = parts.wte(input_ids) if inputs_embeds is None else inputs_embeds
 
         def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = F.scaled_dot_product_attention(
@@ -419,16 +423,16 @@ class LLaDAModelLM(PreTrainedModel):
             return out.transpose(1, 2)
 
         rotary = self._rotary(torch.arange(x.shape[1], device=x.device), x.dtype)
-        hidden = [] if output_hidden_states else None
-        for block in parts["blocks"]:
+        hidden: list[Tensor] | None = [] if output_hidden_states else None
+        for block in parts.blocks:
             if hidden is not None:
                 hidden.append(x)
             x = block(x, rotary, attend)
-        x = parts["ln_f"](x)
+        x = parts.ln_f(x)
         if hidden is not None:
             hidden.append(x)
         output = MaskedLMOutput(
-            logits=parts["ff_out"](x), hidden_states=None if hidden is None else tuple(hidden)
+            logits=parts.ff_out(x), hidden_states=None if hidden is None else tuple(hidden)
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -453,15 +457,15 @@ class LLaDAModelLM(PreTrainedModel):
             outs = [_attend_group(group, q, keys, values) for group in layout.groups]
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-        x = parts["wte"](input_ids)
+        x = parts.wte(input_ids)
         rotary = self._rotary(layout.positions, x.dtype)
-        for block in parts["blocks"]:
+        for block in parts.blocks:
             x = block(x, rotary, attend)
-        return parts["ln_f"](x)
+        return parts.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits ``[..., embedding_size]`` of any final hidden states."""
-        return self.model.transformer["ff_out"](hidden)
+        return self.model.transformer.ff_out(hidden)
 
 
 def _attend_group(group: AttentionGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

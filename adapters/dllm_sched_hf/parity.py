@@ -336,10 +336,10 @@ def _first_difference(
     if not isinstance(got, D2FOutput):
         return f"no result: {got}"
     trace = got.trace or ()
-    for step, (want, have) in enumerate(zip(expected["trace"], trace, strict=False), 1):
-        for key in want:
-            if want[key] != have.get(key):
-                return f"step {step}: {key}: expected {want[key]}, got {have.get(key)}"
+    for number, (step, ours) in enumerate(zip(expected["trace"], trace, strict=False), 1):
+        for key, value in step.items():
+            if value != ours.get(key):
+                return f"step {number}: {key}: expected {value}, got {ours.get(key)}"
     for what, want, have in (
         ("n_forward", expected["n_forward"], got.num_forwards),
         ("n_blocks", expected.get("n_blocks", got.num_blocks), got.num_blocks),

@@ -44,7 +44,7 @@ def _forwards(states, *, confidence=0.5, token=1):
     ],
 )
 def test_step_ladder_when_nothing_commits_by_itself(tau, add, period):
-    """steps(n) = p (n - 1) + L + 1 for n blocks of L: 178, 207, ..., 468 with the class defaults."""
+    """steps(n) = p (n - 1) + L + 1 for n blocks of L: 178, 207, ..., 468 by default."""
     for blocks in range(6, 17):
         states = _states(RowSetup([1], 32, blocks), add=add, tau=tau, skip=1.0)
         assert _forwards(states, confidence=1.0) + 1 == period * (blocks - 1) + 32 + 1
@@ -67,7 +67,7 @@ def test_confidence_equal_to_the_threshold_does_not_commit():
     plan = states.plan(np.zeros(1, np.int64))
     commits = states.commit(plan, np.array([0.5, 0.4, 0.5, 0.1], np.float32), np.full(4, 1))
     # Nothing passes, the first block is ready: one is forced, the first of the best.
-    assert commits.index.tolist() == commits.forced.tolist() == [0]
+    assert commits.chosen.tolist() == commits.forced.tolist() == [0]
 
 
 def test_planning_writes_nothing():
@@ -137,7 +137,8 @@ def test_draws_are_uniform_and_keyed_by_all_three_counters():
     zeros, many = np.zeros(count, np.int64), np.arange(count)
     for args in ((many, zeros, zeros), (zeros, many, zeros), (zeros, zeros, many)):
         draws = uniform_draws(*args)
-        assert 0 <= draws.min() and draws.max() < 1
+        assert draws.min() >= 0
+        assert draws.max() < 1
         histogram = np.histogram(draws, 20, (0, 1))[0]
         # chi-square with 19 degrees of freedom: 43.8 is the 0.1 % point
         assert ((histogram - count / 20) ** 2 / (count / 20)).sum() < 43.8
