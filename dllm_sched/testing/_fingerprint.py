@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import random
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -16,6 +16,7 @@ from dllm_sched.view import Round
 __all__ = ["attributes", "fingerprint", "owned"]
 
 _PLAIN = (type(None), bool, int, str, bytes, complex)
+_LARGE = 1000  # a table of this size is told by its identity and length
 _ATOMS = (type, types.ModuleType, types.BuiltinFunctionType, types.CodeType)
 
 
@@ -29,7 +30,7 @@ def attributes(value: object) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def fingerprint(value: Any, above: tuple[int, ...] = ()) -> object:  # noqa: PLR0911  # a table
+def fingerprint(value: Any, above: tuple[int, ...] = ()) -> object:  # noqa: C901, PLR0911  # a table
     """A print that differs when the value does. Live views count by id only. O(size)."""
     if isinstance(value, float):
         return repr(value)  # NaN equals itself then
@@ -44,6 +45,8 @@ def fingerprint(value: Any, above: tuple[int, ...] = ()) -> object:  # noqa: PLR
     if id(value) in above:
         return "cycle"
     above = (*above, id(value))
+    if isinstance(value, Collection) and len(value) > _LARGE:
+        return ("large", id(value), len(value))
     if isinstance(value, Mapping):
         items = [(fingerprint(k, above), fingerprint(v, above)) for k, v in value.items()]
         return (type(value).__name__, tuple(items))

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from dllm_sched.request import RequestView
 from dllm_sched.view import Round, SchedulerView
 
 __all__ = ["Watch", "watching"]
@@ -28,6 +29,7 @@ _CLOCKS = frozenset(
     ).split()
     if hasattr(time, name)
 )
+_MASKED_REMAINING = vars(RequestView)["masked_remaining"].fget.__code__
 _NOW = frozenset({"now", "utcnow", "today"})
 
 
@@ -41,7 +43,9 @@ class Watch:
         self.random: str = ""  # the function that drew a number
         self.reads: set[str] = set()  # watched attributes that were read
 
-    def _profile(self, _frame: FrameType, event: str, function: Any) -> None:
+    def _profile(self, frame: FrameType, event: str, function: Any) -> None:
+        if event == "call" and frame.f_code is _MASKED_REMAINING:
+            self.reads.add("masked_remaining")
         if event != "c_call":
             return
         owner = getattr(function, "__self__", None)

@@ -148,6 +148,10 @@ class Play:
                 self.log.append(("rejected", self._id(request.id), answer.reason))
         elif action.call == "cancel":
             self._call("cancel", self._names.get(action.what, action.what), now=now)
+        elif action.call == "set_policy":
+            self._call("set_policy", action.what or self.policy, now=now)
+        elif action.call == "set_capacity":
+            self._call("set_capacity", action.what, now=now)
         else:
             self._draining = self._draining or action.call == "drain"
             self._call(action.call, now=now)

@@ -216,6 +216,7 @@ class _Probe(Strategy):
         self.inner.validate(capacity)
 
     def init(self) -> Any:
+        self._moved_by = "init"
         state = self.ask("init")
         again = self.ask("init")
         if state is again and state is not None and isinstance(state, list | dict | set):
@@ -327,6 +328,7 @@ _NEEDED = {
     "running_by_lane": "lanes",
     "boundaries": "blocks",
     "rows": "rows",
+    "masked_remaining": "progress",
 }
 
 
@@ -521,7 +523,9 @@ class _EvictionProbe(_Probe, Eviction):
         return instant, steps
 
     def victims(self, state: Any, need_pages: int, round: Round) -> Iterable[Victim]:
-        answer: Any = self.ask("victims", state, need_pages, round, into=list)
+        answer: Any = self.ask("victims", state, need_pages, round, into=_tuple_or_not)
+        if not isinstance(answer, tuple):
+            raise self.fail("victims", f"victims answered {answer!r}")
         seen: set[int] = set()
         for one in answer:
             if (

@@ -24,6 +24,7 @@ from dllm_sched.batch import (
     StepOutcome,
 )
 from dllm_sched.capacity import Capacity, FixedCanvas, GrowingKV
+from dllm_sched.policies.base import Policy
 from dllm_sched.request import FinishReason, Phase, Request
 
 __all__ = ["STEP_S", "Action", "Engine", "Job", "Workload", "workloads"]
@@ -43,7 +44,7 @@ class Job:
 
 
 class Action(NamedTuple):
-    """Input at an instant: ``submit`` (a request's fields), or another call (an id, or nothing)."""
+    """Input at an instant: ``submit`` (a request's fields), or another call and its argument."""
 
     at: float
     call: str
@@ -210,14 +211,23 @@ def _arrivals(make: _Maker, kind: Callable[[float], Action], gap: float, most: i
 
 
 def _rough(make: _Maker, most: int) -> list[Action]:
-    """Cancels in every state, and a pause."""
+    """Cancels in every state; a pause, another policy for a while, a slot less for a while."""
     actions = _arrivals(make, make.mixed, 0.5, most)
     middle = actions[most // 2].at
     for action in tuple(actions):
         if make.rng.random() < 0.4:
             at = action.at + _eighths(make.rng, 0, 3)
             actions.append(Action(at, "cancel", action.what["id"]))
-    return [*actions, Action(middle, "pause"), Action(middle + 0.5, "resume")]
+    fewer = attrs.evolve(make.capacity, max_num_seqs=max(1, make.capacity.max_num_seqs - 1))
+    return [
+        *actions,
+        Action(middle, "pause"),
+        Action(middle + 0.5, "resume"),
+        Action(middle + 0.75, "set_policy", Policy(name="another")),
+        Action(middle + 1.25, "set_policy"),
+        Action(middle + 1.5, "set_capacity", fewer),
+        Action(middle + 2.0, "set_capacity", make.capacity),
+    ]
 
 
 def _day(  # noqa: PLR0911  # a table

@@ -18,7 +18,7 @@ import attrs
 
 from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError
-from dllm_sched.policies.base import Control, Policy, Strategy
+from dllm_sched.policies.base import Policy, Strategy
 from dllm_sched.request import Request
 from dllm_sched.testing._play import Play
 from dllm_sched.testing._probes import POLICY_RULES, PolicyCheckError, Record, probed
@@ -85,7 +85,6 @@ def check_policy(
     _check_sharing(fresh(), days, logs, seed, request)
     for day in days:
         _check_ids_and_origin(fresh, day, seed, request)
-    _check_progress_need(fresh(), days, logs, seed, request)
     _check_operators(fresh, days, logs, seed, request)
 
 
@@ -225,32 +224,6 @@ def _check_ids_and_origin(
         difference = _difference(plain.log, play.log)
         if difference is not None:
             raise play._record.fail(rule, "policy", difference)
-
-
-class _Reports(Control):
-    """Has the engine report masked positions, and does nothing with them."""
-
-    needs = frozenset({"progress"})
-
-
-def _check_progress_need(
-    policy: Policy,
-    days: Sequence[Workload],
-    logs: Sequence[list[object]],
-    seed: int,
-    request: _MakesRequests,
-) -> None:
-    if "progress" in policy.needs:
-        return
-    told = attrs.evolve(policy, control=policy.control.then(_Reports()))
-    for day, log in zip(days, logs, strict=True):
-        about = f"# seed={seed}: workload {day.name!r}, masked_remaining reported"
-        play = _again(told, day, about, "needs", "policy", request=request)
-        difference = _difference(log, play.log)
-        if difference is not None:
-            raise play._record.fail(
-                "needs", "policy", f"masked_remaining matters, undeclared: {difference}"
-            )
 
 
 def _check_operators(

@@ -8,7 +8,7 @@ from random import random as drawn_under_another_name
 from time import monotonic as read_under_another_name
 
 from dllm_sched import FinishReason, Phase, Policy, RequestStatus
-from dllm_sched.events import RequestJoined, RequestSubmitted
+from dllm_sched.events import RequestFinished, RequestJoined, RequestSubmitted
 from dllm_sched.policies import (
     ALL,
     KEEP,
@@ -158,6 +158,41 @@ class WritesToTheRequest(Ordering):
         return (0,)
 
 
+@broken("ids", "ordering")
+class ByHash(Ordering):
+    def key(self, state, rv):
+        return (hash(rv.id) % 7,)
+
+
+@broken("raises", "ordering")
+class InitRaises(Ordering):
+    def init(self):
+        raise KeyError("no table")
+
+    def key(self, state, rv):
+        return (0,)
+
+
+@broken("raises", "ordering")
+class MustSeeTheBeginning(Ordering):
+    """Works as long as it is there from the start: not when it is swapped in live."""
+
+    observes = (RequestSubmitted, RequestFinished)
+
+    def init(self):
+        return frozenset()
+
+    def observe(self, state, event):
+        if isinstance(event, RequestSubmitted):
+            return state | {event.request.id}
+        if event.request_id not in state:
+            raise KeyError(event.request_id)
+        return state - {event.request_id}
+
+    def key(self, state, rv):
+        return (len(state),)
+
+
 # --- admission ------------------------------------------------------------------------------------
 
 
@@ -194,6 +229,32 @@ class NeedsThreeEvenWhileDraining(Admission):
     def admit(self, state, rv, round):
         enough = round.view.num_waiting >= 3 or round.view.num_running
         return Verdict.ADMIT if enough else Verdict.STOP
+
+
+@broken("verdict", "admission")
+class AdmitSaysThree(Admission):
+    def admit(self, state, rv, round):
+        return 3
+
+
+@broken("drains", "admission")
+class TenAndNoMore(Admission):
+    def init(self):
+        return 0
+
+    def admit(self, state, rv, round):
+        return Verdict.ADMIT if state + round.num_joined < 10 else Verdict.STOP
+
+    def settle(self, state, round):
+        return state + round.num_joined
+
+
+@broken("drains", "admission")
+class OneClassNever(Admission):
+    needs = frozenset({"lanes"})
+
+    def admit(self, state, rv, round):
+        return Verdict.SKIP_LANE if rv.request.request_class == "code" else Verdict.ADMIT
 
 
 @broken("state-in-place", "admission")
@@ -281,6 +342,12 @@ class ReadsLanes(Admission):
     def admit(self, state, rv, round):
         lane = (rv.request.request_class, rv.request.batch_key)
         return Verdict.ADMIT if round.view.running_by_lane.get(lane, 0) < 2 else Verdict.SKIP_LANE
+
+
+@broken("needs", "admission")
+class ReadsProgress(Admission):
+    def settle(self, state, round):
+        return max((rv.masked_remaining or 0 for rv in round.joined), default=0)
 
 
 @broken("needs", "admission")
@@ -399,6 +466,12 @@ class AlwaysALittleLater(Timeout):
 
 
 @broken("due", "timeout")
+class AlwaysTheNextInstant(Timeout):
+    def due(self, state, view):
+        return math.nextafter(view.now, math.inf)
+
+
+@broken("due", "timeout")
 class FallsDueByItself(Timeout):
     def due(self, state, view):
         late = view.now - view.oldest_arrival_at >= 0.5
@@ -471,6 +544,28 @@ class SelectsTwice(Composition):
 
 
 @broken("select", "composition")
+class SelectsNothingAtAll(Composition):
+    def select(self, state, round):
+        return None
+
+
+@broken("select", "composition")
+class SelectsPhasesAndRows(Composition):
+    needs = frozenset({"rows"})
+
+    def select(self, state, round):
+        return [Phase.PREFILL, *round.rows]
+
+
+@broken("select", "composition")
+class NeverTheLastOne(Composition):
+    needs = frozenset({"rows"})
+
+    def select(self, state, round):
+        return list(round.rows)[1:]
+
+
+@broken("select", "composition")
 def selects_slots(round):
     return [0, 1, 2]
 
@@ -532,6 +627,18 @@ class VictimIsARequest(EveryStep):
         return [(one.request, RESTART) for one in round.rows]
 
 
+@broken("victims", "eviction")
+class NoVictimsButNone(EveryStep):
+    def victims(self, state, need_pages, round):
+        return None
+
+
+@broken("drains", "eviction")
+class AlwaysTheOldest(EveryStep):
+    def victims(self, state, need_pages, round):
+        return [(one, RESTART) for one in round.rows[:1] if one.num_steps >= 2]
+
+
 @broken("drains", "eviction")
 class SendsEverybodyBackForEver(EveryStep):
     def victims(self, state, need_pages, round):
@@ -578,6 +685,23 @@ class BatchKnobsUntilNaN(Control):
         return ({}, math.nan)
 
 
+@broken("shared-state", "control")
+class NumbersItsKnobs(Control):
+    def __init__(self):
+        self.number = 0
+
+    def knobs(self, state, rv, view):
+        self.number += 1
+        return ({"number": self.number}, math.inf)
+
+
+@broken("raises", "control")
+class WritesToTheView(Control):
+    def knobs(self, state, rv, view):
+        rv.note = "seen"
+        return ({}, math.inf)
+
+
 @broken("hints", "control")
 class HintsAreNothing(Control):
     def hints(self, state, round):
@@ -597,7 +721,7 @@ class KeepsCountInAGlobal(Admission):
         return Verdict.ADMIT if lucky else Verdict.STOP
 
 
-SEEN = set()
+LIVED = []
 
 
 @broken("deterministic", "ordering")
@@ -605,5 +729,6 @@ class FirstTimeIsDifferent(Ordering):
     """The same answer at once, but another on another day: only a second run shows it."""
 
     def key(self, state, rv):
-        SEEN.add(id(rv))
-        return (0 if len(SEEN) % 2 else -rv.sequence,)
+        if not LIVED or LIVED[-1] is not rv:
+            LIVED.append(rv)
+        return (0 if len(LIVED) % 5 < 2 else -rv.sequence,)

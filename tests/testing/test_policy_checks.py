@@ -7,9 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
-from dllm_sched import Capacity, ConfigError, DllmSchedError, FixedCanvas, GrowingKV, Policy
+from dllm_sched import (
+    Capacity,
+    ConfigError,
+    DllmSchedError,
+    FixedCanvas,
+    GrowingKV,
+    Policy,
+    Request,
+)
 from dllm_sched.events import RequestSubmitted
 from dllm_sched.policies import (
     FCFS,
@@ -226,6 +235,23 @@ def test_a_factory_is_asked_for_new_policies():
     check_policy(make, capacity=Capacity(max_num_seqs=2))
     assert len(made) > 1
     assert len({id(policy) for policy in made}) == len(made)
+
+
+def test_requests_of_ones_own_for_policies_that_look_at_more():
+    @attrs.frozen(kw_only=True, eq=False)
+    class Priced(Request):
+        price: float = 1.0
+
+    class Cheapest(Ordering):
+        def key(self, state, rv):
+            return (rv.request.price,)
+
+    def priced(**fields):
+        return Priced(price=fields["prompt_len"] / 4, **fields)
+
+    check_policy(Policy(ordering=Cheapest()), request=priced)
+    with pytest.raises(PolicyCheckError, match="price"):
+        check_policy(Policy(ordering=Cheapest()))
 
 
 def test_what_is_no_policy_and_what_does_not_fit_is_the_callers_fault():
