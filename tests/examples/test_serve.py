@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -44,7 +43,7 @@ def serve(example, capsys):
 
     def run(*options):
         try:
-            code = example.main([str(option) for option in options])
+            code = example.main(["--threads", "1", *map(str, options)])
         except SystemExit as stop:
             code = stop.code
         return code, *capsys.readouterr()
@@ -180,11 +179,11 @@ def test_a_bad_option_is_one_line_and_exit_code_2(serve, options):
 
 
 def test_ctrl_c_drains_and_reports_what_was_done():
-    command = [sys.executable, "-u", str(EXAMPLE), "--json", "--requests", "2000"]
+    options = ["--json", "--requests", "2000", "--threads", "1"]
+    command = [sys.executable, "-u", str(EXAMPLE), *options]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         for line in process.stderr:
             if " -> " in line:  # it serves
                 break
