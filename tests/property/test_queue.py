@@ -216,7 +216,6 @@ def test_dead_entries_are_swept_out(tracks):
     assert len(queue._heads) <= 2 * 64 + 20
 
 
-@pytest.mark.xfail(reason="only discard sweeps the heads", strict=True)
 def test_rounds_that_park_lanes_leave_nothing_behind():
     queue = WaitingQueue(by_class=False, track_arrivals=False)
     for sequence, key in enumerate("abc"):

@@ -732,3 +732,18 @@ class FirstTimeIsDifferent(Ordering):
         if not LIVED or LIVED[-1] is not rv:
             LIVED.append(rv)
         return (0 if len(LIVED) % 5 < 2 else -rv.sequence,)
+
+
+BESIDE = []
+
+
+@broken("shared-state", "ordering")
+class SharesThroughAGlobal(Ordering):
+    """Each day alone is always the same day; only a second scheduler beside shows it."""
+
+    def key(self, state, rv):
+        if rv.sequence == 0:
+            BESIDE.clear()
+        if not BESIDE or BESIDE[-1] is not rv:
+            BESIDE.append(rv)
+        return (-(len(BESIDE) % 3),)
