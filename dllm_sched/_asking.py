@@ -15,7 +15,7 @@ from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, DllmSchedError, PolicyError
 from dllm_sched.events import Event, StepCompleted, StepFailed, StepPlanned
 from dllm_sched.policies.base import ALL, Policy, Preempt, Strategy
-from dllm_sched.request import FinishReason, Phase, RequestStatus, RequestView
+from dllm_sched.request import FinishReason, Phase, RequestView
 from dllm_sched.view import Round, SchedulerView
 
 __all__ = ["STEP_EVENTS", "Asking"]
@@ -24,6 +24,14 @@ STEP_EVENTS = frozenset({StepPlanned, StepCompleted, StepFailed})
 
 _INF = math.inf
 _ORDERING, _ADMISSION, _TIMEOUT, _COMPOSITION, _EVICTION, _CONTROL = range(6)
+_PLAN_HOOKS = (  # what a plan may ask of each axis
+    ("key",),
+    ("admit", "joined", "settle", "recheck"),
+    ("due",),
+    ("select",),
+    ("limits", "victims"),
+    ("knobs", "batch_knobs", "hints"),
+)
 
 
 class Asking:
@@ -63,12 +71,26 @@ class Asking:
         self.batch_knobs = policy.control.asks("batch_knobs")
         self.hints = policy.control.asks("hints")
         self.phases = self.select or self.settle
+        self.sees_rounds = (
+            self.admit
+            or self.joined
+            or self.settle
+            or self.recheck
+            or self.knobs
+            or self.select
+            or self.hints
+        )
         self._key_length: int | None = None
         self._observing: dict[type[Any], list[tuple[int, Strategy]]] = {}
         for axis, strategy in enumerate(policy.strategies):
             for kind in strategy.observes:
                 self._observing.setdefault(kind, []).append((axis, strategy))
         self.observed = frozenset(self._observing)
+        self.may_raise = bool(self.observed) or any(
+            strategy.asks(hook)
+            for strategy, hooks in zip(policy.strategies, _PLAN_HOOKS, strict=True)
+            for hook in hooks
+        )
         self.states: tuple[Any, ...] = tuple(
             previous.states[axis]
             if previous is not None and previous.policy.strategies[axis] is strategy

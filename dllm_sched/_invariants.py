@@ -24,6 +24,7 @@ def find_fault(scheduler: Scheduler) -> str | None:
         or _slots(scheduler, zombies)
         or _pages(scheduler, zombies)
         or _cohorts(scheduler)
+        or _short_ways(scheduler)
         or _times(scheduler)
         or _empty(scheduler)
     )
@@ -110,8 +111,13 @@ def _cohorts(scheduler: Scheduler) -> str | None:
         size = 0
         for phase, cohort in key_rows.cohorts.items():
             size += len(cohort.rows)
-            for index, (row, view) in enumerate(zip(cohort.rows, cohort.views, strict=True)):
-                if view._cohort is not cohort or view._index != index:
+            if cohort.key_rows is not key_rows:
+                return f"a cohort does not know that it is of batch_key {key!r}"
+            if (cohort in running.stepping) != (cohort.clock is running.clock):
+                return "a cohort follows the clock though it does not step, or the reverse"
+            for index, row in enumerate(cohort.rows):
+                view = running.slots[row.slot]
+                if view is None or view._cohort is not cohort or view._index != index:
                     return f"{view!r} does not know its place"
                 if (row.slot, row.request, row.phase) != (view._slot, view.request, phase):
                     return f"{view!r} stands as {row!r}"
@@ -121,10 +127,10 @@ def _cohorts(scheduler: Scheduler) -> str | None:
                     return f"{view!r} has negative steps"
             if cohort.frozen() != tuple(cohort.rows):
                 return "a cohort hands out stale rows"
-            if cohort.next_limit() < cohort.clock:
+            if cohort.next_limit() < cohort.steps:
                 return "a row is past its step cap"
-        if size != key_rows.size or not size:
-            return f"batch_key {key!r} counts {key_rows.size} rows and has {size}"
+        if not size:
+            return f"batch_key {key!r} has no rows left"
         seen += size
     if seen != running.size:
         return f"{running.size} rows, {seen} in cohorts"
@@ -135,8 +141,26 @@ def _cohorts(scheduler: Scheduler) -> str | None:
     return None
 
 
+def _short_ways(scheduler: Scheduler) -> str | None:
+    """What lets ``next_step`` and ``complete_step`` look at nothing must never hold too long."""
+    s = scheduler
+    if s._quiet_until > s._wake_at:
+        return f"quiet until {s._quiet_until}, though something changes at {s._wake_at}"
+    if s._quiet_until != -math.inf and (s._dirty or s._joined or s._short or s._paused):
+        return "quiet, though something is to be decided"
+    if s._in_flight is not None and s._stop_step > min(s._limit_step, s._recheck_step):
+        return f"no step is looked at before {s._stop_step}, though a decision may change"
+    if s._stop_step != -math.inf and (s._zombies or s._flight_views is not None):
+        return "no step is looked at, though each must be"
+    if any(view._status is not RequestStatus.RUNNING for view in s._joined):
+        return "somebody who left is still to be named as joined"
+    if s._counted_steps > s._clock.steps:
+        return "more steps are counted than were completed"
+    return None
+
+
 def _times(scheduler: Scheduler) -> str | None:
-    live = {entry[2] for entry in scheduler._expiries if entry[2]._expire_at == entry[0]}
+    live = {entry[2] for entry in scheduler._expiries.heap if entry[2]._expire_at == entry[0]}
     for view in scheduler._views.values():
         if view._expire_at != math.inf and view not in live:
             return f"{view!r} ends at {view._expire_at} and no timer knows"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from dllm_sched.batch import (
     NOTHING,
@@ -17,15 +17,30 @@ from dllm_sched.batch import (
 from dllm_sched.errors import OutcomeError
 from dllm_sched.request import FinishReason, Phase, RequestView
 
-__all__ = ["check_outcome"]
+__all__ = ["Named", "check_outcome"]
+
+_new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
+_NONE: Sequence[RequestView] = ()
 
 InBatch = Callable[[object, str], RequestView]
 """(slot, what for) -> the request in that slot of the batch, or OutcomeError."""
 
 
+class Named(NamedTuple):
+    """The requests that an outcome names: a list per column, each in its column's order."""
+
+    finished: Sequence[RequestView] = ()
+    boundaries: Sequence[RequestView] = ()
+    phases: Sequence[RequestView] = ()
+    failed: Sequence[RequestView] = ()
+
+
+_NOBODY = Named()
+
+
 def check_outcome(
     batch: StepBatch, outcome: StepOutcome, in_batch: InBatch, *, needs_progress: bool
-) -> None:
+) -> Named:
     """Refuse an outcome that cannot be. O(what it names); O(rows) with ``masked_remaining``.
 
     Raises:
@@ -33,22 +48,11 @@ def check_outcome(
             both finished and failed, impossible progress, or values of another type; or if the
             policy needs progress and there is none.
     """
+    named = _NOBODY
     if outcome is not NOTHING:
         if not isinstance(outcome, StepOutcome):
             raise OutcomeError(f"complete_step: expected a StepOutcome, got {outcome!r}")
-        if outcome.finished:
-            _check_column("finished", outcome.finished, RowFinished, FinishReason, in_batch)
-        if outcome.failed:
-            _check_column("failed", outcome.failed, RowFailed, BaseException, in_batch)
-            twice = {one.slot for one in outcome.finished} & {one.slot for one in outcome.failed}
-            if twice:
-                raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
-        if outcome.phases:
-            _check_column("phases", outcome.phases, PhaseChange, Phase, in_batch)
-        if outcome.boundaries:
-            _check_column("boundaries", outcome.boundaries, BlockBoundary, int, in_batch)
-            for boundary in outcome.boundaries:
-                _check_boundary(boundary, in_batch(boundary.slot, "boundaries"))
+        named = _check_columns(outcome, in_batch)
     remaining = outcome.masked_remaining
     if remaining is None:
         if needs_progress:
@@ -63,40 +67,63 @@ def check_outcome(
             f"masked_remaining: expected {len(batch.rows)} counts >= 0 (one per row of step "
             f"{batch.step_id}), got {remaining!r}"
         )
+    return named
+
+
+def _check_columns(outcome: StepOutcome, in_batch: InBatch) -> Named:
+    ended, boundaries, phases, errors, _ = outcome
+    finished = crossed = changed = failed = _NONE
+    if ended:
+        finished = _check_column("finished", ended, RowFinished, FinishReason, in_batch)
+    if errors:
+        failed = _check_column("failed", errors, RowFailed, BaseException, in_batch)
+        twice = {one.slot for one in ended} & {one.slot for one in errors}
+        if twice:
+            raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
+    if phases:
+        changed = _check_column("phases", phases, PhaseChange, Phase, in_batch)
+    if boundaries:
+        crossed = _check_column("boundaries", boundaries, BlockBoundary, int, in_batch)
+        for boundary, view in zip(boundaries, crossed, strict=True):
+            _check_boundary(boundary, view)
+    return _new(Named, (finished, crossed, changed, failed))
 
 
 def _check_column(
     name: str, column: Any, kind: type[Any], content: type[Any], in_batch: InBatch
-) -> None:
-    seen: set[int] = set()
+) -> Sequence[RequestView]:
+    views = []
     for one in column:
         if not isinstance(one, kind):
             raise OutcomeError(f"{name}: expected {kind.__name__} values, got {one!r}")
-        slot = one[0]
-        view = in_batch(slot, name)
-        if slot in seen:
-            raise OutcomeError(f"{name}: slot {slot} ({view.request.id!r}) is named twice")
-        seen.add(slot)
+        view = in_batch(one[0], name)
         if not isinstance(one[1], content):
             raise OutcomeError(
-                f"{name}: slot {slot} ({view.request.id!r}): {kind._fields[1]} must be a "
+                f"{name}: slot {one[0]} ({view.request.id!r}): {kind._fields[1]} must be a "
                 f"{content.__name__}, got {one[1]!r}"
             )
+        views.append(view)
+    if len(views) > 1 and len(set(views)) < len(views):
+        view = next(view for view in views if views.count(view) > 1)
+        raise OutcomeError(f"{name}: slot {view.slot} ({view.request.id!r}) is named twice")
+    return views
 
 
 def _check_boundary(boundary: BlockBoundary, view: RequestView) -> None:
     slot, blocks, tokens = boundary
     request = view.request
-    where = f"boundaries: slot {slot} ({request.id!r})"
+    where = "boundaries: slot {} ({!r})"  # filled in only when something is wrong
     if not isinstance(tokens, int):
-        raise OutcomeError(f"{where}: kv_tokens must be an int, got {tokens!r}")
+        raise OutcomeError(
+            f"{where.format(slot, request.id)}: kv_tokens must be an int, got {tokens!r}"
+        )
     if not view._num_blocks_done <= blocks <= request.max_blocks:
         raise OutcomeError(
-            f"{where}: num_blocks_done {blocks} is not between the {view._num_blocks_done} "
-            f"reported before and its {request.max_blocks} blocks"
+            f"{where.format(slot, request.id)}: num_blocks_done {blocks} is not between the "
+            f"{view._num_blocks_done} reported before and its {request.max_blocks} blocks"
         )
     if not view._kv_tokens <= tokens <= request.max_total_tokens:
         raise OutcomeError(
-            f"{where}: kv_tokens {tokens} is not between the {view._kv_tokens} reported before and "
-            f"its {request.max_total_tokens} tokens"
+            f"{where.format(slot, request.id)}: kv_tokens {tokens} is not between the "
+            f"{view._kv_tokens} reported before and its {request.max_total_tokens} tokens"
         )

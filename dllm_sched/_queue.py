@@ -25,12 +25,13 @@ _SMALL = 64  # heaps below this size are not worth compacting
 class LaneQueue:
     """The waiting requests of one lane."""
 
-    __slots__ = ("heap", "key_queue", "lane", "parked", "size")
+    __slots__ = ("heap", "key_queue", "lane", "parked", "shown", "size")
 
     def __init__(self, lane: Lane, key_queue: KeyQueue) -> None:
         self.lane = lane
         self.key_queue = key_queue
-        self.heap: list[Entry] = []
+        self.heap: list[Entry] = []  # the first entry is always a live one
+        self.shown: Entry | None = None  # the entry last put among the heads
         self.size = 0  # live entries
         self.parked = False
 
@@ -52,26 +53,25 @@ class WaitingQueue:
 
     ``heads`` holds each lane's first entry; an entry there that is no longer its lane's first is
     skipped when it comes up. So a round costs O(log n) per head it looks at, however many lanes.
+    A lane that is alone (``sole``, the common case) needs no heads: its own heap is the order.
     """
 
-    __slots__ = ("_by_class", "_heads", "_track_arrivals", "keys", "lanes", "size")
+    __slots__ = ("_by_class", "_heads", "_sole", "_track_arrivals", "keys", "lanes", "size")
 
     def __init__(self, *, by_class: bool, track_arrivals: bool) -> None:
         self._by_class = by_class
         self._track_arrivals = track_arrivals
         self._heads: list[Entry] = []
+        self._sole: LaneQueue | None = None
         self.lanes: dict[Lane, LaneQueue] = {}
         self.keys: dict[Hashable, KeyQueue] = {}
         self.size = 0
 
-    def lane_of(self, view: RequestView) -> Lane:
-        """The lane a request belongs to; without lanes declared, one per batch_key."""
-        request = view.request
-        return (request.request_class if self._by_class else "", request.batch_key)
-
     def push(self, view: RequestView, key: tuple[float, ...]) -> None:
         """Add a request under its sort key. O(log n)."""
-        lane_id = self.lane_of(view)
+        request = view.request
+        # without lanes declared there is one per batch_key
+        lane_id = (request.request_class if self._by_class else "", request.batch_key)
         lane = self.lanes.get(lane_id)
         if lane is None:
             lane = self._open(lane_id)
@@ -81,23 +81,42 @@ class WaitingQueue:
         heap = lane.heap
         heappush(heap, entry)
         lane.size += 1
-        key_queue = lane.key_queue
-        key_queue.size += 1
+        lane.key_queue.size += 1
         self.size += 1
-        if heap[0] is entry:
-            heappush(self._heads, entry)
+        if self._sole is None and heap[0] is entry:
+            self._show(lane, entry)
         if self._track_arrivals:
-            heappush(key_queue.arrivals, (view._sequence, view))
+            heappush(lane.key_queue.arrivals, (view._sequence, view))
 
     def _open(self, lane_id: Lane) -> LaneQueue:
         key_queue = self.keys.get(lane_id[1])
         if key_queue is None:
             key_queue = self.keys[lane_id[1]] = KeyQueue(lane_id[1])
-        lane = self.lanes[lane_id] = key_queue.lanes[lane_id] = LaneQueue(lane_id, key_queue)
+        lane = LaneQueue(lane_id, key_queue)
+        self.lanes[lane_id] = key_queue.lanes[lane_id] = lane
+        self._see_whether_sole()
         return lane
+
+    def _see_whether_sole(self) -> None:
+        """Go over to heads when a second lane opens, and back when one is left."""
+        lanes = self.lanes
+        if len(lanes) <= 1:
+            self._sole = next(iter(lanes.values()), None)
+            self._heads = []
+        elif self._sole is not None:
+            self._sole.shown = None
+            self._sole = None
+            self._rebuild_heads()
 
     def peek(self) -> RequestView | None:
         """The first request in the total order among lanes that are not parked. O(log n)."""
+        sole = self._sole
+        if sole is not None:
+            heap = sole.heap
+            if not heap or sole.parked:
+                return None
+            first: RequestView = heap[0][-1]
+            return first
         heads = self._heads
         while heads:
             entry = heads[0]
@@ -106,6 +125,8 @@ class WaitingQueue:
             if lane is not None and view._entry is entry:
                 if not lane.parked and lane.heap and lane.heap[0] is entry:
                     return view
+                if lane.shown is entry:
+                    lane.shown = None
             heappop(heads)
         return None
 
@@ -114,10 +135,11 @@ class WaitingQueue:
 
         It stays counted until ``settle_pop`` or comes back by ``restore``.
         """
-        entry = heappop(self._heads)
-        view: RequestView = entry[-1]
-        heappop(view._lane.heap)
-        self._show_head(view._lane)
+        lane = self._sole
+        if lane is None:
+            lane = heappop(self._heads)[-1]._lane
+        view: RequestView = heappop(lane.heap)[-1]
+        self._show_head(lane)
         return view
 
     def _show_head(self, lane: LaneQueue) -> None:
@@ -126,38 +148,24 @@ class WaitingQueue:
         while heap:
             entry = heap[0]
             if entry[-1]._entry is entry:
-                if not lane.parked:
-                    heappush(self._heads, entry)
+                if self._sole is None and not lane.parked and lane.shown is not entry:
+                    self._show(lane, entry)
                 return
             heappop(heap)
+
+    def _show(self, lane: LaneQueue, entry: Entry) -> None:
+        lane.shown = entry
+        heappush(self._heads, entry)
 
     def restore(self, view: RequestView) -> None:
         """Undo ``pop``. O(log n)."""
         lane: LaneQueue = view._lane
         heappush(lane.heap, view._entry)
-        if lane.heap[0] is view._entry and not lane.parked:
-            heappush(self._heads, view._entry)
+        if self._sole is None and lane.heap[0] is view._entry and not lane.parked:
+            self._show(lane, view._entry)
 
     def settle_pop(self, view: RequestView) -> None:
         """Make ``pop`` final: the request no longer waits. O(1)."""
-        self._uncount(view)
-
-    def discard(self, view: RequestView) -> None:
-        """Remove a waiting request that was not popped. Amortised O(log n), deleted lazily."""
-        lane: LaneQueue = view._lane
-        entry = view._entry
-        self._uncount(view)
-        if lane.size == 0:
-            lane.heap.clear()
-        elif lane.heap[0] is entry:
-            self._show_head(lane)
-        elif len(lane.heap) > _SMALL and len(lane.heap) > 2 * lane.size:
-            lane.heap = [e for e in lane.heap if e[-1]._entry is e]
-            heapify(lane.heap)
-        if len(self._heads) > _SMALL and len(self._heads) > 2 * (len(self.lanes) + lane.size):
-            self._rebuild_heads()
-
-    def _uncount(self, view: RequestView) -> None:
         lane: LaneQueue = view._lane
         key_queue = lane.key_queue
         view._lane = None
@@ -173,16 +181,33 @@ class WaitingQueue:
                 key_queue.arrivals = [a for a in arrivals if a[1]._lane is not None]
                 heapify(key_queue.arrivals)
 
+    def discard(self, view: RequestView) -> None:
+        """Remove a waiting request that was not popped. Amortised O(log n), deleted lazily."""
+        lane: LaneQueue = view._lane
+        entry = view._entry
+        self.settle_pop(view)
+        if lane.size == 0:
+            lane.heap.clear()
+        elif lane.heap[0] is entry:
+            self._show_head(lane)
+        elif len(lane.heap) > _SMALL and len(lane.heap) > 2 * lane.size:
+            lane.heap = [e for e in lane.heap if e[-1]._entry is e]
+            heapify(lane.heap)
+        if len(self._heads) > _SMALL and len(self._heads) > 2 * (len(self.lanes) + lane.size):
+            self._rebuild_heads()
+
     def _close(self, lane: LaneQueue) -> None:
         key_queue = lane.key_queue
         del self.lanes[lane.lane]
         del key_queue.lanes[lane.lane]
         if not key_queue.lanes:
             del self.keys[key_queue.batch_key]
+        self._see_whether_sole()
 
     def _rebuild_heads(self) -> None:
         self._heads = []
         for lane in self.lanes.values():
+            lane.shown = None
             self._show_head(lane)
 
     def park(self, lane: LaneQueue) -> None:
@@ -222,21 +247,21 @@ class WaitingQueue:
 class LazyHeap:
     """Instants with lazy deletion: an entry counts while its request still names that instant."""
 
-    __slots__ = ("_current", "_heap", "_live")
+    __slots__ = ("_current", "_live", "heap")
 
     def __init__(self, current: Callable[[RequestView], float]) -> None:
         self._current = current
-        self._heap: list[tuple[float, int, RequestView]] = []
+        self.heap: list[tuple[float, int, RequestView]] = []  # stale entries included
         self._live = _SMALL
 
     def push(self, instant: float, view: RequestView) -> None:
         """Add an instant. Amortised O(log n): stale entries are dropped when they prevail."""
-        heap = self._heap
+        heap = self.heap
         heappush(heap, (instant, view._sequence, view))
         if len(heap) > 2 * self._live:
-            self._heap = [e for e in heap if self._is_live(e)]
-            heapify(self._heap)
-            self._live = max(_SMALL, len(self._heap))
+            self.heap = [e for e in heap if self._is_live(e)]
+            heapify(self.heap)
+            self._live = max(_SMALL, len(self.heap))
 
     def _is_live(self, entry: tuple[float, int, RequestView]) -> bool:
         view = entry[2]
@@ -244,7 +269,7 @@ class LazyHeap:
 
     def first(self) -> float:
         """The earliest live instant, ``inf`` if none. Amortised O(log n)."""
-        heap = self._heap
+        heap = self.heap
         while heap:
             if self._is_live(heap[0]):
                 return heap[0][0]
@@ -254,7 +279,7 @@ class LazyHeap:
     def pop_due(self, now: float) -> list[RequestView]:
         """Take every request whose instant is at or before ``now``, each once, in time order."""
         due: list[RequestView] = []
-        heap = self._heap
+        heap = self.heap
         while heap and heap[0][0] <= now:
             entry = heappop(heap)
             if self._is_live(entry) and (not due or due[-1] is not entry[2]):
@@ -263,4 +288,4 @@ class LazyHeap:
 
     def __iter__(self) -> Iterator[tuple[float, int, RequestView]]:
         """Every entry, stale ones included, in no order."""
-        return iter(self._heap)
+        return iter(self.heap)

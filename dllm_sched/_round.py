@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 from dllm_sched._asking import Asking
 from dllm_sched._queue import KeyQueue, LaneQueue, WaitingQueue
 from dllm_sched._running import RunningSet
-from dllm_sched.batch import Knobs
+from dllm_sched.batch import NO_KNOBS, Knobs
 from dllm_sched.errors import DllmSchedError
 from dllm_sched.policies.base import Verdict
 from dllm_sched.request import RequestView
@@ -23,41 +24,49 @@ _SKIPS_PER_ROUND = 8
 
 
 class Staged:
-    """What a round decided; the scheduler carries it out."""
+    """What a round decided; the scheduler carries it out.
 
-    __slots__ = (
-        "due_at",
-        "hopeless",
-        "knobs",
-        "limits",
-        "recheck",
-        "state",
-        "views",
-        "waits_for_next_round",
-    )
+    The defaults stand on the class: most rounds set few of these.
+    """
+
+    limits: Iterable[tuple[float, float]] = repeat((_INF, _INF))  # (instant, steps) of each
+    knobs: Iterable[tuple[Knobs, float]] = repeat((NO_KNOBS, _INF))  # and (knobs, until)
+    state: Any = None  # admission's
+    recheck = _INF
+    due_at = _INF  # when the first batch_key held back is due
+    blocked: RequestView | None = None  # the head that stays
+    blocked_by: BlockedBy | None = None
+    hopeless: RequestView | None = None  # can never fit the capacity any more
+    waits_for_next_round = False  # batch_keys held back may join running rows
 
     def __init__(self) -> None:
         self.views: list[RequestView] = []  # who joins, in order
-        self.limits: list[tuple[float, float]] | None = None  # (instant, steps) of each
-        self.knobs: list[tuple[Knobs, float]] | None = None  # and (knobs, until)
-        self.state: Any = None  # admission's
-        self.recheck = _INF
-        self.due_at = _INF  # when the first batch_key held back is due
-        self.hopeless: RequestView | None = None  # can never fit the capacity any more
-        self.waits_for_next_round = False  # batch_keys held back may join running rows
+
+    def block(self, view: RequestView, why: BlockedBy) -> None:
+        """Note which head stays, and why."""
+        self.blocked, self.blocked_by = view, why
 
 
 def stage_round(
     asking: Asking,
     queue: WaitingQueue,
     running: RunningSet,
-    round: Round,
-    counts_of: Callable[[KeyQueue], SchedulerView],
+    round: Round | None,
+    now: float,
+    counts_of: Callable[[float, KeyQueue], SchedulerView],
 ) -> Staged:
     """Take the lanes' heads in total order and ask about each. O(log n) per head looked at.
 
     On return the staged requests are popped but still counted (``WaitingQueue.settle_pop``);
     everything else is back in its place. If a strategy raises, everything is.
+
+    Args:
+        asking: The policy.
+        queue: Who waits.
+        running: Who runs.
+        round: What the strategies see; None if none of them looks (``Asking.sees_rounds``).
+        now: Seconds.
+        counts_of: The counts of one batch_key.
 
     Raises:
         PolicyError: If a strategy raised or answered nonsense.
@@ -79,19 +88,19 @@ def stage_round(
     view: RequestView | None = None
     try:
         if asking.due and (idle or asking.due_every_step):
-            _hold_back(asking, queue, parked, staged, counts_of)
+            _hold_back(asking, queue, parked, staged, now, counts_of)
         while (view := queue.peek()) is not None:
             if len(views) >= room:
-                round.blocked, round.blocked_by = view, BlockedBy.SLOTS
+                staged.block(view, BlockedBy.SLOTS)
                 break
             if memory is not None:
                 need = memory.pages(view.request, view._kv_tokens or view.request.prompt_len)
                 fits = capacity.fits(view.request)
                 if need > pages or not fits:
                     staged.hopeless = None if fits else view
-                    round.blocked, round.blocked_by = view, BlockedBy.MEMORY
+                    staged.block(view, BlockedBy.MEMORY)
                     break
-            if asks_admit:
+            if asks_admit and round is not None:
                 hook = "admission.admit"
                 verdict = admission.admit(state, view, round)
                 if verdict is not _ADMIT:
@@ -99,13 +108,14 @@ def stage_round(
                         aside.append(queue.pop())
                         if len(aside) < _SKIPS_PER_ROUND:
                             continue
-                        round.blocked, round.blocked_by = aside[0], BlockedBy.POLICY
+                        staged.block(aside[0], BlockedBy.POLICY)
                         break
                     if not isinstance(verdict, Verdict):
                         raise asking.wrong(f"admit must return a Verdict, got {verdict!r}", view)
-                    round.blocked, round.blocked_by = view, BlockedBy.POLICY
+                    staged.block(view, BlockedBy.POLICY)
                     if verdict is Verdict.STOP:
                         break
+                    round.blocked, round.blocked_by = view, BlockedBy.POLICY
                     parked.append(view._lane)
                     queue.park(view._lane)
                     continue
@@ -114,28 +124,31 @@ def stage_round(
                 _start_one_key(queue, view, parked)
             views.append(view)
             pages -= need
-            round.joined.append(view)
-            round.num_joined += 1
-            round.joined_tokens += view._max_tokens
-            if asks_joined:
-                hook = "admission.joined"
-                state = admission.joined(state, view, round)
-        if round.blocked is None and aside:
-            round.blocked, round.blocked_by = aside[0], BlockedBy.POLICY
-        if asking.settle:
-            hook = "admission.settle"
-            state = admission.settle(state, round)
-        if asking.recheck and queue.size > len(views):
-            hook = "admission.recheck"
-            staged.recheck = admission.recheck(state, round)
-            if not staged.recheck >= 1:
-                raise asking.wrong(
-                    "recheck must return steps >= 1 (inf = only after a change), got "
-                    f"{staged.recheck!r}"
-                )
+            if round is not None:
+                round.joined.append(view)
+                round.num_joined += 1
+                round.joined_tokens += view._max_tokens
+                if asks_joined:
+                    hook = "admission.joined"
+                    state = admission.joined(state, view, round)
+        if staged.blocked is None and aside:
+            staged.block(aside[0], BlockedBy.POLICY)
+        if round is not None:
+            round.blocked, round.blocked_by = staged.blocked, staged.blocked_by
+            if asking.settle:
+                hook = "admission.settle"
+                state = admission.settle(state, round)
+            if asking.recheck and queue.size > len(views):
+                hook = "admission.recheck"
+                staged.recheck = admission.recheck(state, round)
+                if not staged.recheck >= 1:
+                    raise asking.wrong(
+                        "recheck must return steps >= 1 (inf = only after a change), got "
+                        f"{staged.recheck!r}"
+                    )
         if asking.limits:
             staged.limits = [asking.end_limits(one) for one in views]
-        if asking.knobs:
+        if asking.knobs and round is not None:
             staged.knobs = [asking.row_knobs(one, round.view) for one in views]
     except BaseException as error:
         for one in (*views, *aside):
@@ -148,9 +161,10 @@ def stage_round(
     for one in aside:
         queue.restore(one)
     staged.state = state
-    staged.waits_for_next_round = bool(idle and views and parked)
-    for lane in parked:
-        queue.unpark(lane)
+    if parked:
+        staged.waits_for_next_round = bool(idle and views)
+        for lane in parked:
+            queue.unpark(lane)
     return staged
 
 
@@ -159,13 +173,13 @@ def _hold_back(
     queue: WaitingQueue,
     parked: list[LaneQueue],
     staged: Staged,
-    counts_of: Callable[[KeyQueue], SchedulerView],
+    now: float,
+    counts_of: Callable[[float, KeyQueue], SchedulerView],
 ) -> None:
     """Park the lanes of the batch_keys that are not due yet. O(batch_keys)."""
     for key in queue.keys.values():
-        counts = counts_of(key)
-        due = asking.due_at(counts)
-        if counts.now < due:
+        due = asking.due_at(counts_of(now, key))
+        if now < due:
             staged.due_at = min(staged.due_at, due)
             for lane in key.lanes.values():
                 parked.append(lane)

@@ -15,25 +15,54 @@ from dllm_sched.policies.base import ALL
 from dllm_sched.request import Phase, RequestStatus, RequestView
 from dllm_sched.view import Lane
 
-__all__ = ["Cohort", "KeyRows", "RunningSet"]
+__all__ = ["STANDING", "Cohort", "KeyRows", "RunningSet", "StepClock"]
 
 _INF = math.inf
 _PHASES = tuple(Phase)
 _RUNNING = RequestStatus.RUNNING
 _SMALL = 64  # lists below this size are not worth compacting
+_new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
+
+
+class StepClock:
+    """Counts steps."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+STANDING = StepClock()
+"""The clock of cohorts that take part in no step; it never moves."""
 
 
 class Cohort:
-    """Running rows of one batch_key and phase, and the clock of their common steps."""
+    """Running rows of one batch_key and phase: they have all taken part in the same steps.
 
-    __slots__ = ("_frozen", "clock", "limits", "rows", "views")
+    Its step count follows the clock of all steps while it takes part in them, and a clock that
+    stands still while it does not. So a step costs nothing per cohort, let alone per row.
+    """
 
-    def __init__(self) -> None:
-        self.clock = 0
+    __slots__ = ("_frozen", "clock", "key_rows", "limits", "offset", "rows")
+
+    def __init__(self, key_rows: KeyRows) -> None:
+        self.key_rows = key_rows
+        self.clock = STANDING
+        self.offset = 0
         self.rows: list[Row] = []
-        self.views: list[RequestView] = []
-        self.limits: list[tuple[float, int, RequestView]] = []  # heap: clock at which a cap is met
+        self.limits: list[tuple[float, int, RequestView]] = []  # heap: steps at which a cap is met
         self._frozen: tuple[Row, ...] | None = ()
+
+    @property
+    def steps(self) -> int:
+        """Steps that this cohort has taken part in, from an arbitrary start."""
+        return self.offset + self.clock.steps
+
+    def follow(self, clock: StepClock) -> None:
+        """Count the steps of another clock from here on. O(1)."""
+        self.offset += self.clock.steps - clock.steps
+        self.clock = clock
 
     def frozen(self) -> tuple[Row, ...]:
         """The rows; the same object until one changes."""
@@ -44,26 +73,27 @@ class Cohort:
 
     def add(self, view: RequestView, row: Row) -> None:
         """Take a row in; its step count goes on from where it was. O(1)."""
+        rows = self.rows
         view._cohort = self
-        view._index = len(self.rows)
-        view._steps_base -= self.clock
-        self.rows.append(row)
-        self.views.append(view)
+        view._index = len(rows)
+        view._steps_base -= self.offset + self.clock.steps
+        rows.append(row)
         self._frozen = None
         if view._step_limit != _INF:
             self.push_limit(view)
 
-    def remove(self, view: RequestView) -> None:
+    def remove(self, view: RequestView, slots: list[RequestView | None]) -> None:
         """Take a row out; the last one fills its place, so that it costs O(1)."""
-        rows, views, index = self.rows, self.views, view._index
-        last_row, last_view = rows.pop(), views.pop()
-        if last_view is not view:
-            rows[index] = last_row
-            views[index] = last_view
-            last_view._index = index
-        view._steps_base += self.clock
+        rows = self.rows
+        last = rows.pop()
+        index = view._index
+        if index != len(rows):
+            rows[index] = last
+            moved = slots[last.slot]
+            if moved is not None:
+                moved._index = index
+        view._steps_base += self.offset + self.clock.steps
         view._cohort = None
-        view._index = -1
         self._frozen = None
 
     def replace(self, view: RequestView, row: Row) -> None:
@@ -72,7 +102,7 @@ class Cohort:
         self._frozen = None
 
     def push_limit(self, view: RequestView) -> None:
-        """Note at which clock a row meets its step cap. O(log n)."""
+        """Note after how many steps a row meets its cap. O(log n)."""
         limits = self.limits
         heappush(limits, (view._step_limit - view._steps_base, view._sequence, view))
         if len(limits) > _SMALL and len(limits) > 2 * len(self.rows):
@@ -80,11 +110,11 @@ class Cohort:
             heapify(self.limits)
 
     def _is_live(self, entry: tuple[float, int, RequestView]) -> bool:
-        clock, _, view = entry
-        return view._cohort is self and view._step_limit - view._steps_base == clock
+        steps, _, view = entry
+        return view._cohort is self and view._step_limit - view._steps_base == steps
 
     def next_limit(self) -> float:
-        """The clock at which the next step cap is met, ``inf`` if none. Amortised O(log n)."""
+        """The ``steps`` at which the next cap is met, ``inf`` if none. Amortised O(log n)."""
         limits = self.limits
         while limits:
             if self._is_live(limits[0]):
@@ -96,37 +126,30 @@ class Cohort:
 class KeyRows:
     """The running rows of one batch_key."""
 
-    __slots__ = ("batch_key", "cohorts", "size")
+    __slots__ = ("batch_key", "cohorts")
 
     def __init__(self, batch_key: Hashable) -> None:
         self.batch_key = batch_key
-        self.cohorts: dict[Phase, Cohort] = {}
-        self.size = 0
+        self.cohorts: dict[Phase, Cohort] = {}  # in the order of the phases
 
-    def cohort(self, phase: Phase) -> Cohort:
-        """The cohort of a phase."""
-        cohort = self.cohorts.get(phase)
-        if cohort is None:
-            cohort = self.cohorts[phase] = Cohort()
-        return cohort
+    def open_cohort(self, phase: Phase) -> Cohort:
+        """Make the cohort of a phase that had no rows yet."""
+        cohorts = {**self.cohorts, phase: Cohort(self)}
+        self.cohorts = {one: cohorts[one] for one in _PHASES if one in cohorts}
+        return self.cohorts[phase]
 
     def select(self, phases: Any) -> tuple[tuple[Row, ...], tuple[Cohort, ...]]:
         """Rows and cohorts of some phases (``ALL``: every one), with at most one copy."""
-        chosen = tuple(
-            [
-                cohort
-                for phase in _PHASES
-                if (cohort := self.cohorts.get(phase)) is not None
-                and cohort.rows
-                and (phases is ALL or phase in phases)
-            ]
-        )
+        if phases is ALL:
+            chosen = [cohort for cohort in self.cohorts.values() if cohort.rows]
+        else:
+            chosen = [c for phase, c in self.cohorts.items() if c.rows and phase in phases]
         if len(chosen) == 1:
-            return chosen[0].frozen(), chosen
+            return chosen[0].frozen(), (chosen[0],)
         rows: tuple[Row, ...] = ()
         for cohort in chosen:
             rows += cohort.frozen()
-        return rows, chosen
+        return rows, tuple(chosen)
 
 
 class RunningSet:
@@ -138,21 +161,25 @@ class RunningSet:
         "_keep_joins",
         "_keep_lanes",
         "_keep_lengths",
+        "_keeps_counts",
         "_lengths",
         "_served",
         "capacity",
+        "clock",
         "free_pages",
         "free_slots",
         "keys",
         "num_joined",
         "size",
         "slots",
+        "stepping",
         "tokens",
         "turns",
     )
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
+        self.clock = StepClock()  # steps completed
         self.slots: list[RequestView | None] = [None] * capacity.max_num_seqs
         self.free_slots = list(range(capacity.max_num_seqs - 1, -1, -1))  # the lowest goes first
         self.free_pages = capacity.num_pages or 0
@@ -162,6 +189,8 @@ class RunningSet:
         self.keys: dict[Hashable, KeyRows] = {}
         self.turns: deque[KeyRows] = deque()
         self._served: KeyRows | None = None
+        self.stepping: tuple[Cohort, ...] = ()  # the cohorts that follow the clock
+        self._keeps_counts = False  # any of the three below
         self._keep_joins = False
         self._keep_lanes = False
         self._keep_lengths = False
@@ -177,37 +206,40 @@ class RunningSet:
         slot = self.free_slots.pop()
         self.slots[slot] = view
         view._slot = slot
+        view._given = False
+        view._knobs = knobs
         view._join_number = self.num_joined
         self.num_joined += 1
-        memory = self.capacity.memory
-        if memory is not None:
-            view._num_pages = memory.pages(request, view._kv_tokens or request.prompt_len)
-            self.free_pages -= view._num_pages
+        if self.capacity.memory is not None:
+            pages = self.capacity.memory.pages(request, view._kv_tokens or request.prompt_len)
+            self.grow(view, pages)
         self.size += 1
-        self.tokens += view._max_tokens
-        view._knobs = knobs
+        tokens = view._max_tokens
+        self.tokens += tokens
+        phase = view._phase
+        row: Row = _new(Row, (slot, request, phase, tokens, knobs, view._resumed))
         key_rows = self.keys.get(request.batch_key)
         if key_rows is None:
-            key_rows = self.keys[request.batch_key] = KeyRows(request.batch_key)
-            self.turns.append(key_rows)
-        key_rows.size += 1
-        phase = view._phase
-        key_rows.cohort(phase).add(
-            view, Row(slot, request, phase, view._max_tokens, knobs, view._resumed)
-        )
-        if self._keep_joins or self._keep_lanes or self._keep_lengths:
+            key_rows = self._open_key(request.batch_key)
+        cohort = key_rows.cohorts.get(phase)
+        if cohort is None:
+            cohort = key_rows.open_cohort(phase)
+        cohort.add(view, row)
+        if self._keeps_counts:
             self._count(view)
         return slot
 
+    def _open_key(self, batch_key: Hashable) -> KeyRows:
+        key_rows = self.keys[batch_key] = KeyRows(batch_key)
+        self.turns.append(key_rows)
+        return key_rows
+
     def leave(self, view: RequestView) -> None:
         """Take a row out of its cohort; slot and pages stay until ``free``. O(1)."""
-        cohort_of(view).remove(view)
-        key = view.request.batch_key
-        key_rows = self.keys[key]
-        key_rows.size -= 1
-        if not key_rows.size:
-            del self.keys[key]
-            self.turns.remove(key_rows)
+        cohort: Cohort = view._cohort
+        cohort.remove(view, self.slots)
+        if not cohort.rows:
+            self._close_key_if_empty(cohort.key_rows)
         self.size -= 1
         self.tokens -= view._max_tokens
         if self._keep_lanes:
@@ -218,27 +250,35 @@ class RunningSet:
             else:
                 del self._by_lane[lane]
 
+    def _close_key_if_empty(self, key_rows: KeyRows) -> None:
+        if not any(cohort.rows for cohort in key_rows.cohorts.values()):
+            del self.keys[key_rows.batch_key]
+            self.turns.remove(key_rows)
+
     def free(self, view: RequestView) -> int:
         """Take slot and pages back from a row that left. O(1)."""
-        slot = view._slot
-        if slot is None:
-            raise InvariantError(f"request {view.request.id!r} holds no slot")
+        slot = slot_of(view)
         self.slots[slot] = None
         view._slot = None
         if slot < self.capacity.max_num_seqs:
             self.free_slots.append(slot)
-        self.free_pages += view._num_pages
-        view._num_pages = 0
+        if view._num_pages:
+            self.grow(view, -view._num_pages)
         return slot
 
     def move(self, view: RequestView, phase: Phase) -> None:
         """Put a row into another phase. O(1), O(log n) with a step cap."""
-        cohort_of(view).remove(view)
+        cohort: Cohort = view._cohort
+        cohort.remove(view, self.slots)
         tokens = self.capacity.max_tokens(view.request, phase)
         self.tokens += tokens - view._max_tokens
         view._max_tokens = tokens
         view._phase = phase
-        self.keys[view.request.batch_key].cohort(phase).add(view, self._row(view))
+        key_rows = cohort.key_rows
+        other = key_rows.cohorts.get(phase)
+        if other is None:
+            other = key_rows.open_cohort(phase)
+        other.add(view, self._row(view))
 
     def set_knobs(self, view: RequestView, knobs: Knobs) -> None:
         """Give a row other knobs. O(1)."""
@@ -246,10 +286,9 @@ class RunningSet:
         cohort_of(view).replace(view, self._row(view))
 
     def _row(self, view: RequestView) -> Row:
-        slot = view._slot
-        if slot is None:
-            raise InvariantError(f"request {view.request.id!r} holds no slot")
-        return Row(slot, view.request, view._phase, view._max_tokens, view._knobs, view._resumed)
+        return Row(
+            slot_of(view), view.request, view._phase, view._max_tokens, view._knobs, view._resumed
+        )
 
     # --- pages --------------------------------------------------------------------------------
 
@@ -261,7 +300,7 @@ class RunningSet:
         return max(0, memory.pages(view.request, view._kv_tokens) - view._num_pages)
 
     def grow(self, view: RequestView, pages: int) -> None:
-        """Give a row more pages. O(1)."""
+        """Give a row more pages (less than 0: take them back). O(1)."""
         self.free_pages -= pages
         view._num_pages += pages
 
@@ -280,6 +319,7 @@ class RunningSet:
         self._keep_joins = joins
         self._keep_lanes = lanes
         self._keep_lengths = lengths
+        self._keeps_counts = joins or lanes or lengths
         self._joins = []
         self._by_lane = {}
         self._lengths = []
@@ -338,7 +378,7 @@ class RunningSet:
 
     def take_turn(
         self, phases: Any, chosen: tuple[RequestView, ...] | None
-    ) -> tuple[int, tuple[Row, ...], tuple[Cohort, ...], tuple[RequestView, ...] | None]:
+    ) -> tuple[KeyRows | None, tuple[Row, ...], tuple[Cohort, ...], tuple[RequestView, ...] | None]:
         """The selected rows of the first batch_key in turn that has any.
 
         Args:
@@ -350,38 +390,46 @@ class RunningSet:
             O(``chosen``).
         """
         turns = self.turns
-        if turns[0] is self._served and len(turns) > 1:
+        if len(turns) > 1 and turns[0] is self._served:
             turns.rotate(-1)
-        for turn, key_rows in enumerate(turns):
+        for key_rows in turns:
             if chosen is None:
                 rows, cohorts = key_rows.select(phases)
                 if rows:
-                    return turn, rows, cohorts, None
+                    return key_rows, rows, cohorts, None
             else:
                 key = key_rows.batch_key
                 mine = tuple([view for view in chosen if view.request.batch_key == key])
                 if mine:
                     rows = tuple([cohort_of(view).rows[view._index] for view in mine])
-                    return turn, rows, (), mine
-        return 0, (), (), chosen
+                    return key_rows, rows, (), mine
+        return None, (), (), chosen
 
-    def serve(self, turn: int) -> None:
-        """Note whose turn it was; the next in line is first from now on. O(batch_keys)."""
-        self.turns.rotate(-turn)
-        self._served = self.turns[0]
+    def serve(self, key_rows: KeyRows, cohorts: tuple[Cohort, ...]) -> None:
+        """Note whose turn it was, and who steps. The next in line is first. O(batch_keys)."""
+        turns = self.turns
+        if turns[0] is not key_rows:
+            turns.rotate(-turns.index(key_rows))
+        self._served = key_rows
+        if cohorts != self.stepping:
+            for cohort in self.stepping:
+                cohort.follow(STANDING)
+            for cohort in cohorts:
+                cohort.follow(self.clock)
+            self.stepping = cohorts
 
     def at_limit(self) -> Iterator[RequestView]:
         """Rows that met their step cap; the caller takes each out before it asks on."""
         for key_rows in list(self.keys.values()):
             for cohort in list(key_rows.cohorts.values()):
-                while cohort.limits and cohort.next_limit() <= cohort.clock:
+                while cohort.limits and cohort.next_limit() <= cohort.steps:
                     yield cohort.limits[0][2]
 
     def steps_to_limit(self) -> float:
         """Steps before a row can meet its cap, at least. O(batch_keys), amortised."""
         return min(
             (
-                cohort.next_limit() - cohort.clock
+                cohort.next_limit() - cohort.steps
                 for key_rows in self.keys.values()
                 for cohort in key_rows.cohorts.values()
                 if cohort.limits
@@ -400,6 +448,14 @@ class RunningSet:
 def lane_of(view: RequestView) -> Lane:
     """The lane of a request when classes are told apart."""
     return (view.request.request_class, view.request.batch_key)
+
+
+def slot_of(view: RequestView) -> int:
+    """The slot that a request holds."""
+    slot = view._slot
+    if slot is None:
+        raise InvariantError(f"request {view.request.id!r} holds no slot")
+    return slot
 
 
 def cohort_of(view: RequestView) -> Cohort:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -47,6 +47,10 @@ class Phase(enum.Enum):
     PREFILL = "prefill"  #: the prompt goes through the model for the first time
     REFRESH = "refresh"  #: the whole sequence is computed anew
     REUSE = "reuse"  #: only open blocks are computed, the rest comes from the cache
+
+
+_WAITING = RequestStatus.WAITING
+_PREFILL = Phase.PREFILL
 
 
 def _positive_int(request: Request, field: attrs.Attribute[int], value: object) -> None:
@@ -139,16 +143,10 @@ class Request:
         return self.prompt_len + self.max_blocks * self.block_length
 
 
-class _StepClock(Protocol):
-    """Counts the steps that every row of a cohort has taken part in."""
-
-    clock: int
-
-
 class RequestView:
     """What a policy may see of one live request. Read-only; the scheduler keeps it current.
 
-    ``num_steps`` is derived: a row stores the difference to its cohort's step clock, so a step
+    ``num_steps`` is derived: a row stores the difference to its cohort's step count, so a step
     costs nothing per row.
     """
 
@@ -185,27 +183,30 @@ class RequestView:
         self._sequence = sequence
         self._arrived_at = now
         self._max_tokens = max_tokens
-        self._status = RequestStatus.WAITING
+        self._status = _WAITING
         self._admitted_at: float | None = None
         self._slot: int | None = None
-        self._phase = Phase.PREFILL
+        self._phase = _PREFILL
         self._num_blocks_done = 0
         self._kv_tokens = 0
         self._num_pages = 0
         self._steps_base = 0
-        self._cohort: _StepClock | None = None
-        self._index = -1
+        self._cohort: Any = None
         self._resumed = False
-        self._given = False  # the engine was told of the slot it holds
-        self._join_number = -1
         self._masked_remaining: int | None = None
         self._expire_at = math.inf
-        self._expire_reason = FinishReason.DEADLINE
-        self._step_limit: float = math.inf
-        self._knobs: Any = None
-        self._knobs_until = math.inf
-        self._lane: Any = None
-        self._entry: Any = None
+        # Set by the queue.
+        self._lane: Any
+        self._entry: Any
+        # Set with the instant it expires at.
+        self._expire_reason: FinishReason
+        # Set by the join: a request that only waits does not pay for them.
+        self._index: int  # place in its cohort
+        self._given: bool  # the engine was told of the slot it holds
+        self._join_number: int
+        self._knobs: Any
+        self._knobs_until: float
+        self._step_limit: float
 
     @property
     def id(self) -> str:
@@ -246,7 +247,8 @@ class RequestView:
     def num_steps(self) -> int:
         """Denoising steps completed since the last restart. O(1)."""
         cohort = self._cohort
-        return self._steps_base if cohort is None else self._steps_base + cohort.clock
+        steps: int = self._steps_base
+        return steps if cohort is None else steps + cohort.offset + cohort.clock.steps
 
     @property
     def num_blocks_done(self) -> int:

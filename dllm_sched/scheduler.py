@@ -3,13 +3,15 @@
 Sans-IO: the caller owns the clock, the threads and the model. Nothing here reads a clock, draws a
 random number, or logs on the hot path.
 
-How a step stays cheap. Running rows stand in *cohorts* (same batch_key, same phase); a cohort has
-one step clock, and a row's step count is a difference to it. When nothing changed since the last
-step, ``next_step`` hands out the same row tuple and ``complete_step`` moves a clock: neither looks
-at a row or at the queue. Whatever may change that (a submit, a finish, a boundary) drops
-``_quiet``, and the next call decides anew, in small transactions: expiries, evictions, admissions,
-composition. Each is staged and commits whole, so a policy that raises has changed nothing; what an
-earlier transaction of the same call did is told before the error is met again.
+How a step stays cheap. Running rows stand in *cohorts* (same batch_key, same phase); cohorts that
+step follow one clock, and a row's step count is a difference to it. When nothing changed since the
+last step, ``next_step`` hands out the same row tuple and ``complete_step`` moves that clock:
+neither looks at a row or at the queue, and totals are settled when something changes. Two
+thresholds guard the two short ways: ``_quiet_until`` (an instant) and ``_stop_step`` (a number of
+steps). Whatever may change the batch (a submit, a finish, a boundary) drops ``_quiet_until``, and
+the next call decides anew, in small transactions: expiries, evictions, admissions, composition.
+Each is staged and commits whole, so a policy that raises has changed nothing; what an earlier
+transaction of the same call did is told before the error is met again.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import Any, NamedTuple
 from dllm_sched._asking import STEP_EVENTS, Asking
 from dllm_sched._invariants import find_fault
 from dllm_sched._lifecycle import Change, advance
-from dllm_sched._outcome import check_outcome
+from dllm_sched._outcome import Named, check_outcome
 from dllm_sched._queue import KeyQueue, LazyHeap, WaitingQueue
 from dllm_sched._round import stage_round
-from dllm_sched._running import Cohort, RunningSet, cohort_of
+from dllm_sched._running import RunningSet, cohort_of
 from dllm_sched.batch import (
     NO_KNOBS,
     NOTHING,
@@ -79,6 +81,9 @@ __all__ = ["Counts", "Explanation", "Horizon", "Scheduler", "Stats"]
 
 _INF = math.inf
 _RUNNING = RequestStatus.RUNNING
+_PREFILL = Phase.PREFILL
+_ADMIT, _FINISH = Change.ADMIT, Change.FINISH
+_DEADLINE = FinishReason.DEADLINE
 _EMPTY: Mapping[Any, int] = MappingProxyType({})
 _GO_ON = Update()
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
@@ -159,6 +164,7 @@ class Scheduler:
         self._now = -_INF
         self._views: dict[str, RequestView] = {}
         self._running = RunningSet(capacity)
+        self._clock = self._running.clock
         self._expiries = LazyHeap(lambda view: view._expire_at)
         self._knob_expiries = LazyHeap(lambda view: view._knobs_until)
         self._paused = False
@@ -168,17 +174,17 @@ class Scheduler:
         self._finished: list[Finished] = []
         self._released: list[Released] = []
         self._events: list[Event] = []
-        self._joined: list[RequestView] = []  # not yet handed out in a batch
+        self._joined: dict[RequestView, None] = {}  # not yet handed out in a batch, in order
 
         # the step in flight
         self._in_flight: StepBatch | None = None
-        self._flight_cohorts: tuple[Cohort, ...] = ()
-        self._flight_views: tuple[RequestView, ...] | None = None  # composition chose rows
+        self._flight_views: dict[RequestView, None] | None = None  # composition chose rows
         self._flight_progress = False  # the policy that planned it needs masked_remaining
         self._zombies: list[tuple[RequestView, FinishReason]] = []  # ended meanwhile
 
         # what the last plan holds for
-        self._quiet = False  # the last batch may be handed out again as it is
+        self._quiet_until = -_INF  # before it the last batch may be handed out again as it is
+        self._stop_step = -_INF  # before it a step that brings nothing needs no closer look
         self._dirty = True  # something changed that admission may care about
         self._rows: tuple[Row, ...] = ()
         self._batch_knobs: Knobs = NO_KNOBS
@@ -187,7 +193,7 @@ class Scheduler:
         self._due_at = _INF
         self._recheck_step = _INF  # completed steps after which admission may answer otherwise
         self._limit_step = _INF  # completed steps after which a step cap may be met
-        self._blocked: tuple[str, BlockedBy] | None = None
+        self._blocked: tuple[RequestView, BlockedBy] | None = None
         self._progressed = False  # this call has committed something
 
         # what happened since the last round
@@ -195,13 +201,13 @@ class Scheduler:
         self._knob_boundaries: list[RequestView] = []
         self._retired = 0
         self._round_step = 0
-        self._short: list[RequestView] = []  # rows whose growth found no pages
+        self._short: dict[RequestView, None] = {}  # rows whose growth found no pages, in order
         self._unobserved: list[Event] = []
 
         self._num_submitted = 0
         self._num_rejected = 0
         self._num_finished = 0
-        self._num_steps = 0
+        self._counted_steps = 0  # of the clock's, in the two totals below
         self._next_step_id = 0
         self._row_steps = 0
         self._wasted = 0
@@ -243,17 +249,17 @@ class Scheduler:
                 f"submit: request {request.id!r} is still {views[request.id]._status.value}; use "
                 "another id, or wait until it has finished"
             )
-        asking = self._asking
         if self._draining:
             return self._reject(request, "draining", now)
         capacity = self._capacity
         if capacity.memory is not None and not capacity.fits(request):
             return self._reject(request, "too_large", now)
         view = RequestView(
-            request, self._num_submitted, now, capacity.max_tokens(request, Phase.PREFILL)
+            request, self._num_submitted, now, capacity.max_tokens(request, _PREFILL)
         )
         if self._unobserved:
             self._observe()
+        asking = self._asking
         if asking.accept:
             reason = asking.refusal(view, self._view(now))
             if reason is not None:
@@ -261,22 +267,25 @@ class Scheduler:
         key = asking.sort_key(view) if asking.key else ()
 
         self._now = now
+        queue = self._queue
+        if not queue.size:
+            self._count_steps()  # until now nobody waited
         self._num_submitted += 1
         views[request.id] = view
-        self._queue.push(view, key)
+        queue.push(view, key)
         expire_at = request.deadline_at
         if now + request.queue_timeout_s < expire_at:
-            expire_at = now + request.queue_timeout_s
-            view._expire_reason = FinishReason.QUEUE_TIMEOUT
-        if expire_at != _INF:
-            self._arm(view, expire_at)
+            self._arm(view, now + request.queue_timeout_s, FinishReason.QUEUE_TIMEOUT)
+        elif expire_at != _INF:
+            self._arm(view, expire_at, _DEADLINE)
         if asking.settle or self._running.free_slots:
-            self._quiet = False
+            self._quiet_until = -_INF
             self._dirty = True
         if self._watch:
             self._emit(RequestSubmitted(now, request))
             self._flush_events()
-        return Accepted(request.id)
+        accepted: Accepted = _new(Accepted, (request.id,))
+        return accepted
 
     def cancel(self, request_id: str, *, now: float) -> Update:
         """End a request in whatever state; nothing happens if it is not active. O(log n).
@@ -317,10 +326,8 @@ class Scheduler:
                 f"next_step: step {self._in_flight.step_id} is in flight; complete_step or "
                 "fail_step comes first"
             )
-        if not self._now <= now < _INF:
-            self._bad_clock("next_step", now)
-        wake_at = self._wake_at
-        if not (self._quiet and now < wake_at and self._num_steps < self._recheck_step):
+        until = self._quiet_until
+        if not self._now <= now < until:  # which implies a clock that is right
             return self._plan(now)
         self._now = now
         step_id = self._next_step_id
@@ -330,7 +337,8 @@ class Scheduler:
         if self._watch_steps:
             self._emit(StepPlanned(now, step_id, len(self._rows), 0, self._queue.size))
             self._flush_events()
-        return _new(Update, (batch, (), (), wake_at))
+        update: Update = _new(Update, (batch, (), (), until))
+        return update
 
     def complete_step(
         self, batch: StepBatch, outcome: StepOutcome = NOTHING, *, now: float, steps: int = 1
@@ -351,32 +359,47 @@ class Scheduler:
                 impossible progress. Nothing has changed then.
             ClockError: If ``now`` is not finite or went backward.
         """
+        num_steps = self._clock.steps + 1
+        if (
+            outcome is NOTHING
+            and batch is self._in_flight
+            and num_steps < self._stop_step
+            and steps == 1
+            and self._now <= now < _INF
+        ):
+            self._now = now
+            self._in_flight = None
+            self._clock.steps = num_steps
+            return _GO_ON
+        return self._complete(batch, outcome, now, steps)
+
+    def _complete(self, batch: StepBatch, outcome: StepOutcome, now: float, steps: int) -> Update:
+        """``complete_step`` when something may have changed."""
         if batch is not self._in_flight:
             self._check_flight("complete_step", batch)
         if not self._now <= now < _INF:
             self._bad_clock("complete_step", now)
         if steps != 1:
             self._check_steps(steps)
+        named: Named | None = None
         if outcome is not NOTHING or self._flight_progress:
-            check_outcome(batch, outcome, self._in_batch, needs_progress=self._flight_progress)
+            named = check_outcome(
+                batch, outcome, self._in_batch, needs_progress=self._flight_progress
+            )
         self._now = now
         self._in_flight = None
-        self._num_steps += steps
-        rows = len(batch.rows)
-        self._row_steps += rows * steps
-        if self._queue.size:
-            self._wasted += len(self._running.free_slots) * steps
-        if self._flight_views is None:
-            for cohort in self._flight_cohorts:
-                cohort.clock += steps
-        else:
+        self._clock.steps += steps
+        self._count_steps()
+        if self._flight_views is not None:
             self._advance_chosen(self._flight_views, steps)
         if self._watch_steps:
-            self._emit(StepCompleted(now, batch.step_id, rows, steps))
-        if outcome is not NOTHING:
-            self._apply(batch, outcome)
-        if self._num_steps >= self._limit_step:
+            self._emit(StepCompleted(now, batch.step_id, len(batch.rows), steps))
+        if named is not None:
+            self._apply(batch, outcome, named)
+        if self._clock.steps >= self._limit_step:
             self._meet_step_caps()
+        if self._clock.steps >= self._recheck_step:
+            self._quiet_until = -_INF
         if self._zombies:
             self._land(steps)
         if self._events or self._finished or self._released:
@@ -422,6 +445,7 @@ class Scheduler:
                 key = self._asking.sort_key(view) if fate is RowFate.RESTART else ()
                 fates.append((view, fate, key))
         self._now = now
+        self._count_steps()
         self._in_flight = None
         self._num_failed_steps += 1
         if self._watch_steps:
@@ -429,14 +453,14 @@ class Scheduler:
         for row in batch.joined:
             joined = self._running.slots[row.slot]
             if joined is not None and joined._status is _RUNNING:
-                self._joined.append(joined)
+                self._joined[joined] = None
         for view, fate, key in fates:
             if fate is RowFate.FAIL:
-                self._retire(view, FinishReason.ERROR, error=error)
+                self._retire(view, FinishReason.ERROR, None, error)
             elif fate is RowFate.RESTART:
                 self._preempt(view, Preempt.RESTART)
                 self._queue.push(view, key)
-        self._quiet = False
+        self._quiet_until = -_INF
         self._land(0)
         return self._update(None, -_INF)
 
@@ -450,9 +474,9 @@ class Scheduler:
         """
         if self._in_flight is None:
             raise EngineProtocolError("horizon: no batch is in flight; call next_step first")
-        if self._flight_progress or not self._quiet:
+        if self._flight_progress or self._quiet_until == -_INF:
             return Horizon(1, self._wake_at)
-        steps = min(self._recheck_step, self._limit_step) - self._num_steps
+        steps = min(self._recheck_step, self._limit_step) - self._clock.steps
         return Horizon(max(1, steps), self._wake_at)
 
     # --- control ------------------------------------------------------------------------------
@@ -478,6 +502,7 @@ class Scheduler:
         limits = [asking.end_limits(view) for view in rows]
 
         self._now = now
+        self._count_steps()
         self._install(asking)
         for view, key in zip(waiting, keys, strict=True):
             self._queue.push(view, key)
@@ -485,11 +510,9 @@ class Scheduler:
             (view, steps) for view, (_, steps) in zip(rows, limits, strict=True)
         )
         for view, (instant, _) in zip(rows, limits, strict=True):
-            self._arm(view, instant)
-            if asking.knobs:
-                self._arm_knobs(view, -_INF)
-            elif view._knobs:
-                self._arm_knobs(view, _INF)
+            self._arm(view, instant, _DEADLINE)
+            self._arm_knobs(view, -_INF if asking.knobs else _INF)
+            if view._knobs and not asking.knobs:
                 self._running.set_knobs(view, NO_KNOBS)
         self._meet_step_caps()
         if self._watch:
@@ -520,6 +543,7 @@ class Scheduler:
                         f"{getattr(capacity, name)!r} while requests are active; drain first"
                     )
         self._now = now
+        self._count_steps()
         self._capacity = capacity
         self._running.set_capacity(capacity)
         self._keep_counts()
@@ -532,7 +556,7 @@ class Scheduler:
         """Hand out no more batches (weights are being changed); time limits still pass."""
         self._set_now("pause", now)
         self._paused = True
-        self._quiet = False
+        self._quiet_until = -_INF
         if self._watch:
             self._emit(Paused(now))
         return self._update(None, -_INF)
@@ -583,9 +607,10 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """Totals since construction. O(1)."""
+        self._count_steps()
         running = self._running
         return Stats(
-            self._num_steps,
+            self._clock.steps,
             self._row_steps,
             self._wasted,
             self._num_rounds,
@@ -630,7 +655,8 @@ class Scheduler:
             if self._due_at != _INF:
                 return Explanation(status, "its batch is not due yet", until=self._due_at)
             return Explanation(status, "the timeout axis waits for more requests")
-        head, why = self._blocked
+        view, why = self._blocked
+        head = view.request.id
         reason = {
             BlockedBy.SLOTS: "every slot is taken",
             BlockedBy.MEMORY: "there are not enough free KV pages",
@@ -654,41 +680,43 @@ class Scheduler:
 
     def _plan(self, now: float) -> Update:
         """``next_step`` when something may have changed; see the module's docstring."""
+        if not self._now <= now < _INF:
+            self._bad_clock("next_step", now)
         before = self._now
         self._now = now
+        self._count_steps()
         self._progressed = False
-        if self._expiries.first() <= now:
+        if self._expiries.heap and self._expiries.first() <= now:
             for view in self._expiries.pop_due(now):
                 self._end(view, view._expire_reason)
         memo: tuple[Any, ...] | None = None
         try:
-            self._observe()
-            memo = self._memo()
-            batch = None
-            if self._paused:
-                self._wake_at = self._expiries.first()
-            else:
-                batch = self._decide(now)
-                self._wake_at = min(
-                    self._expiries.first(), self._due_at, self._knob_expiries.first()
-                )
-                if batch is None and self._dirty:
+            if self._unobserved:
+                self._observe()
+            if self._asking.may_raise:
+                memo = self._memo()
+            batch = None if self._paused else self._decide(now)
+            self._wake_at = self._next_instant()
+            if batch is None and not self._paused:
+                if self._dirty:
                     self._wake_at = -_INF  # another round may find somebody at once
-                elif batch is None:
+                else:
                     self._check_stall()
         except BaseException:
             if memo is not None:
                 self._restore(memo)
-            self._quiet = False
+            self._quiet_until = -_INF
             if self._progressed or self._finished or self._released:
                 return self._update(None, -_INF)  # tell it; the next call meets the error again
             self._now = before
             raise
         if batch is None:
-            self._quiet = False
+            self._quiet_until = -_INF
             return self._update(None, self._wake_at)
         if self._batch_knobs_until < self._wake_at:
             self._wake_at = self._batch_knobs_until
+        if self._wake_at < self._quiet_until:
+            self._quiet_until = self._wake_at
         self._next_step_id += 1
         self._in_flight = batch
         if self._watch_steps:
@@ -698,6 +726,17 @@ class Scheduler:
                 )
             )
         return self._update(batch, self._wake_at)
+
+    def _next_instant(self) -> float:
+        """When time alone changes something next."""
+        instant = self._expiries.first() if self._expiries.heap else _INF
+        if self._paused:
+            return instant
+        if self._due_at < instant:
+            instant = self._due_at
+        if self._knob_expiries.heap:
+            instant = min(instant, self._knob_expiries.first())
+        return instant
 
     def _memo(self) -> tuple[Any, ...]:
         """What a plan writes beside joins and ends; put back if it fails."""
@@ -763,26 +802,28 @@ class Scheduler:
             self._dirty
             or asking.every_step
             or now >= self._due_at
-            or self._num_steps >= self._recheck_step
+            or self._clock.steps >= self._recheck_step
         ):
             self._dirty = False  # unless the round leaves something to look at
             self._due_at = _INF
             self._recheck_step = _INF
             queue = self._queue
             if asking.settle or (queue.size and self._running.size < self._capacity.max_num_seqs):
-                round = self._new_round(now)
+                if asking.sees_rounds:
+                    round = self._new_round(now)
                 self._admit(round, now)
             else:  # nothing to ask: nobody waits, or every slot is taken
                 head = queue.peek()
-                self._blocked = None if head is None else (head.request.id, BlockedBy.SLOTS)
-            self._boundaries = []
+                self._blocked = None if head is None else (head, BlockedBy.SLOTS)
+            if self._boundaries:
+                self._boundaries = []
             self._retired = 0
         return round
 
     def _new_round(self, now: float) -> Round:
         return Round(
             self._view(now),
-            num_steps=self._num_steps - self._round_step,
+            num_steps=self._clock.steps - self._round_step,
             boundaries=self._boundaries,
             num_retired=self._retired,
             rows=self._running.rows if self._asking.needs_rows else None,
@@ -819,31 +860,21 @@ class Scheduler:
         )
         return view
 
-    def _admit(self, round: Round, now: float) -> None:
+    def _admit(self, round: Round | None, now: float) -> None:
         """One admission round: staged elsewhere, carried out here, where nothing can raise."""
-        asking, queue = self._asking, self._queue
-        staged = stage_round(asking, queue, self._running, round, lambda key: self._view(now, key))
+        asking = self._asking
+        staged = stage_round(asking, self._queue, self._running, round, now, self._view)
         if asking.settle:
             asking.set_admission_state(staged.state)
         self._num_rounds += 1
-        self._round_step = self._num_steps
-        self._recheck_step = self._num_steps + staged.recheck
+        self._round_step = self._clock.steps
+        self._recheck_step = self._round_step + staged.recheck
         self._due_at = staged.due_at
-        blocked, why = round.blocked, round.blocked_by
-        self._blocked = None if blocked is None or why is None else (blocked.request.id, why)
-        limits, knobs = staged.limits, staged.knobs
-        for index, view in enumerate(staged.views):
-            queue.settle_pop(view)
-            instant = _INF
-            if limits is not None:
-                instant, view._step_limit = limits[index]
-            self._join(view, now, NO_KNOBS if knobs is None else knobs[index][0])
-            if instant != view._expire_at:
-                self._arm(view, instant)
-            view._expire_reason = FinishReason.DEADLINE
-            if knobs is not None:
-                self._arm_knobs(view, knobs[index][1])
+        blocked, why = staged.blocked, staged.blocked_by
+        self._blocked = None if blocked is None or why is None else (blocked, why)
         if staged.views:
+            for view, limits, knobs in zip(staged.views, staged.limits, staged.knobs, strict=False):
+                self._join(view, now, limits, knobs)
             self._progressed = True
             self._dirty = staged.waits_for_next_round
         if staged.hopeless is not None:
@@ -865,8 +896,8 @@ class Scheduler:
         chosen: tuple[RequestView, ...] | None = None
         if asking.select and round is not None:
             phases, chosen = asking.selection(round, self._is_running)
-        turn, rows, cohorts, chosen = running.take_turn(phases, chosen)
-        if not rows:
+        key_rows, rows, cohorts, chosen = running.take_turn(phases, chosen)
+        if key_rows is None:
             self._wait_for_due(now)
             return None
         batch_knobs, until = NO_KNOBS, _INF
@@ -876,21 +907,28 @@ class Scheduler:
         if asking.hints and round is not None:
             hints = asking.batch_hints(round)
         # nothing below can raise
-        running.serve(turn)
+        running.serve(key_rows, cohorts)
         self._batch_knobs, self._batch_knobs_until = batch_knobs, until
-        joined = self._take_joined(chosen, cohorts) if self._joined else ()
-        self._rows = rows
-        self._flight_cohorts = cohorts
-        self._flight_views = chosen
+        self._flight_views = None if chosen is None else dict.fromkeys(chosen)
         self._flight_progress = asking.needs_progress
-        self._quiet = (
+        self._rows = rows
+        joined = self._take_joined() if self._joined else ()
+        repeatable = (
             len(running.turns) == 1
             and not asking.every_step
             and not asking.select
             and not self._dirty
             and not self._joined
         )
-        return StepBatch(self._next_step_id, now, rows, joined, batch_knobs, hints)
+        self._quiet_until = _INF if repeatable else -_INF
+        if self._watch_steps or self._flight_progress or chosen is not None:
+            self._stop_step = -_INF
+        else:
+            self._stop_step = min(self._limit_step, self._recheck_step)
+        batch: StepBatch = _new(
+            StepBatch, (self._next_step_id, now, rows, joined, batch_knobs, hints)
+        )
+        return batch
 
     def _wait_for_due(self, now: float) -> None:
         """Composition selected nobody: legal only while the timeout axis will end the wait."""
@@ -905,23 +943,24 @@ class Scheduler:
             )
         self._due_at = min(self._due_at, due)
 
-    def _take_joined(
-        self, chosen: tuple[RequestView, ...] | None, cohorts: tuple[Cohort, ...]
-    ) -> tuple[Row, ...]:
+    def _take_joined(self) -> tuple[Row, ...]:
         """The rows of this batch that are new in their slot; the others stay for a later one."""
         inside: list[Row] = []
-        later: list[RequestView] = []
+        later: dict[RequestView, None] = {}
         for view in self._joined:
-            if view._status is not _RUNNING:
-                continue  # left again before its first step
-            cohort = cohort_of(view)
-            if (view in chosen) if chosen is not None else (cohort in cohorts):
-                inside.append(cohort.rows[view._index])
+            if self._steps_now(view):
+                inside.append(cohort_of(view).rows[view._index])
                 view._given = True
             else:
-                later.append(view)
+                later[view] = None
         self._joined = later
         return tuple(inside)
+
+    def _steps_now(self, view: RequestView) -> bool:
+        """Whether a running row takes part in the step that was planned last. O(1)."""
+        if self._flight_views is None:
+            return view._cohort in self._running.stepping
+        return view in self._flight_views
 
     def _evict(self, now: float) -> list[tuple[RequestView, tuple[float, ...]]]:
         """Ask for victims, and see to it that the rows that are left can grow.
@@ -998,15 +1037,29 @@ class Scheduler:
 
     # --- changes of one request -----------------------------------------------------------------
 
-    def _join(self, view: RequestView, now: float, knobs: Knobs) -> None:
-        advance(view, Change.ADMIT)
+    def _join(
+        self,
+        view: RequestView,
+        now: float,
+        limits: tuple[float, float],
+        knobs: tuple[Knobs, float],
+    ) -> None:
+        """Give a staged request its slot, under (instant, steps) and (knobs, until)."""
+        self._queue.settle_pop(view)
+        advance(view, _ADMIT)
         if view._admitted_at is None:
             view._admitted_at = now
-        slot = self._running.join(view, knobs)
+        expire_at, view._step_limit = limits
+        row_knobs, view._knobs_until = knobs
+        slot = self._running.join(view, row_knobs)
+        self._joined[view] = None
+        if expire_at != _INF or view._expire_at != _INF:
+            self._arm(view, expire_at, _DEADLINE)
         if view._step_limit != _INF:
             left = view._step_limit - view.num_steps
-            self._limit_step = min(self._limit_step, self._num_steps + left)
-        self._joined.append(view)
+            self._limit_step = min(self._limit_step, self._clock.steps + left)
+        if view._knobs_until != _INF:
+            self._knob_expiries.push(view._knobs_until, view)
         if self._watch:
             waited_s = now - view._arrived_at
             self._emit(
@@ -1020,10 +1073,10 @@ class Scheduler:
     ) -> None:
         """Finish a request in whatever state."""
         if view._status is _RUNNING:
-            self._retire(view, reason, error=error)
+            self._retire(view, reason, None, error)
             return
         self._queue.discard(view)
-        self._finish(view, reason, error=error)
+        self._finish(view, reason, None, error)
         if view._resumed:
             self._released.append(Released(None, view.request, reason))
         if self._blocked is not None or self._asking.due or self._asking.settle:
@@ -1033,25 +1086,26 @@ class Scheduler:
         self,
         view: RequestView,
         reason: FinishReason,
-        *,
         output: Any = None,
         error: BaseException | None = None,
     ) -> None:
         """Finish a running request; a slot whose step is in flight is quarantined until then."""
         self._running.leave(view)
+        if self._joined:
+            self._joined.pop(view, None)
         self._retired += 1
         self._touch()
-        self._finish(view, reason, output=output, error=error)
-        if self._in_flight is not None:
-            self._zombies.append((view, reason))
-        else:
+        self._finish(view, reason, output, error)
+        if self._in_flight is None:
             self._free(view, reason)
+        else:
+            self._zombies.append((view, reason))
+            self._stop_step = -_INF  # whatever the step brings, it lands
 
     def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
         """Give slot and pages back, and tell so."""
         slot = self._running.free(view)
         if view._given:
-            view._given = False
             self._released.append(_new(Released, (slot, view.request, reason, kept)))
         elif view._resumed and not kept:  # the engine never heard of this slot, but kept progress
             self._released.append(Released(None, view.request, reason))
@@ -1060,11 +1114,10 @@ class Scheduler:
         self,
         view: RequestView,
         reason: FinishReason,
-        *,
-        output: Any = None,
-        error: BaseException | None = None,
+        output: Any,
+        error: BaseException | None,
     ) -> None:
-        advance(view, Change.FINISH)
+        advance(view, _FINISH)
         request = view.request
         del self._views[request.id]
         self._num_finished += 1
@@ -1088,10 +1141,10 @@ class Scheduler:
         kept = how is Preempt.KEEP
         slot = view._slot
         known = view._given or view._resumed  # to the engine
-        if view in self._joined:
-            self._joined.remove(view)  # it never stepped; it will join anew
+        self._joined.pop(view, None)  # if it never stepped; it will join anew
         self._running.leave(view)
         self._free(view, None, kept=kept)
+        view._given = False
         advance(view, Change.PREEMPT)
         request = view.request
         view._resumed = kept and known
@@ -1104,7 +1157,7 @@ class Scheduler:
             view._max_tokens = self._capacity.max_tokens(request, Phase.PREFILL)
         view._step_limit = _INF
         self._arm_knobs(view, _INF)
-        self._arm(view, request.deadline_at)
+        self._arm(view, request.deadline_at, _DEADLINE)
         self._retired += 1
         self._num_preempted += 1
         self._progressed = True
@@ -1112,14 +1165,17 @@ class Scheduler:
         if self._watch and slot is not None:
             self._emit(RequestPreempted(self._now, request.id, slot, kept))
 
-    def _arm(self, view: RequestView, instant: float) -> None:
+    def _arm(self, view: RequestView, instant: float, reason: FinishReason) -> None:
         """Let a request end at an instant (``inf``: never)."""
+        view._expire_reason = reason
         if instant != view._expire_at:
             view._expire_at = instant
             if instant != _INF:
                 self._expiries.push(instant, view)
         if instant < self._wake_at:
             self._wake_at = instant
+        if instant < self._quiet_until:
+            self._quiet_until = instant
 
     def _arm_knobs(self, view: RequestView, until: float) -> None:
         view._knobs_until = until
@@ -1128,8 +1184,8 @@ class Scheduler:
 
     # --- outcomes -------------------------------------------------------------------------------
 
-    def _advance_chosen(self, views: tuple[RequestView, ...], steps: int) -> None:
-        """Let rows that were chosen one by one advance; their cohorts' clocks stand."""
+    def _advance_chosen(self, views: Iterable[RequestView], steps: int) -> None:
+        """Let rows that were chosen one by one advance; their cohorts stand."""
         for view in views:
             if view._status is _RUNNING:
                 view._steps_base += steps
@@ -1143,13 +1199,10 @@ class Scheduler:
         if isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(slots):
             view = slots[slot]
             if view is not None:
-                chosen = self._flight_views
-                if view._status is not _RUNNING:
-                    inside = batch is not None and any(row.slot == slot for row in batch.rows)
-                elif chosen is None:
-                    inside = view._cohort in self._flight_cohorts
+                if view._status is _RUNNING:
+                    inside = self._steps_now(view)
                 else:
-                    inside = view in chosen
+                    inside = batch is not None and any(row.slot == slot for row in batch.rows)
                 if inside:
                     return view
         raise OutcomeError(
@@ -1158,26 +1211,29 @@ class Scheduler:
             f"{sorted(row.slot for row in batch.rows) if batch else []}"
         )
 
-    def _apply(self, batch: StepBatch, outcome: StepOutcome) -> None:
-        """Carry out a checked outcome. Calls no policy, so it cannot fail half-way."""
-        slots = self._running.slots
+    def _apply(self, batch: StepBatch, outcome: StepOutcome, named: Named) -> None:
+        """Carry out a checked outcome. Calls no policy, so it cannot fail half-way.
+
+        A row that ended while the step was in flight, or ends by an earlier column, is let be.
+        """
         if outcome.masked_remaining is not None:
+            slots = self._running.slots
             for row, remaining in zip(batch.rows, outcome.masked_remaining, strict=True):
                 view = slots[row.slot]
                 if view is not None:
                     view._masked_remaining = remaining
-        for boundary in outcome.boundaries:
-            if (view := slots[boundary.slot]) is not None and view._status is _RUNNING:
+        for view, boundary in zip(named.boundaries, outcome.boundaries, strict=True):
+            if view._status is _RUNNING:
                 self._cross(view, boundary)
-        for slot, phase in outcome.phases:
-            if (view := slots[slot]) is not None and view._status is _RUNNING:
+        for view, (_, phase) in zip(named.phases, outcome.phases, strict=True):
+            if view._status is _RUNNING:
                 self._change_phase(view, phase)
-        for slot, error in outcome.failed:
-            if (view := slots[slot]) is not None and view._status is _RUNNING:
-                self._retire(view, FinishReason.ERROR, error=error)
-        for slot, reason, output in outcome.finished:
-            if (view := slots[slot]) is not None and view._status is _RUNNING:
-                self._retire(view, reason, output=output)
+        for view, (_, error) in zip(named.failed, outcome.failed, strict=True):
+            if view._status is _RUNNING:
+                self._retire(view, FinishReason.ERROR, None, error)
+        for view, (_, reason, output) in zip(named.finished, outcome.finished, strict=True):
+            if view._status is _RUNNING:
+                self._retire(view, reason, output)
 
     def _cross(self, view: RequestView, boundary: BlockBoundary) -> None:
         """Record a block boundary; reserve the pages that the coming step may write."""
@@ -1190,9 +1246,8 @@ class Scheduler:
         if memory is not None and memory.grows:
             more = running.lacks(view)
             if more and (more > running.free_pages or self._short):
-                if view not in self._short:
-                    self._short.append(view)
-                self._quiet = False
+                self._short[view] = None
+                self._quiet_until = -_INF
             elif more:
                 running.grow(view, more)
         if asking.needs_blocks:
@@ -1207,9 +1262,9 @@ class Scheduler:
         if phase is view._phase:
             return
         self._running.move(view, phase)
-        self._quiet = False
+        self._quiet_until = -_INF
         if view._step_limit != _INF:
-            self._limit_step = min(self._limit_step, self._num_steps)
+            self._limit_step = min(self._limit_step, self._clock.steps)
         if self._asking.admit or self._asking.settle:
             self._dirty = True  # fewer tokens in rows: a token budget may have room now
         if self._watch:
@@ -1219,7 +1274,17 @@ class Scheduler:
         """End the rows that met their step cap, and find when the next one may."""
         for view in self._running.at_limit():
             self._retire(view, FinishReason.MAX_STEPS)
-        self._limit_step = self._num_steps + self._running.steps_to_limit()
+        self._limit_step = self._clock.steps + self._running.steps_to_limit()
+        self._quiet_until = -_INF  # so that the next plan sets _stop_step by it
+
+    def _count_steps(self) -> None:
+        """Bring the totals up to date; called before whatever they count changes. O(1)."""
+        steps = self._clock.steps - self._counted_steps
+        if steps:
+            self._counted_steps += steps
+            self._row_steps += steps * len(self._rows)
+            if self._queue.size:
+                self._wasted += steps * len(self._running.free_slots)
 
     def _observe(self) -> None:
         """Hand the strategies what happened since they were last asked."""
@@ -1249,6 +1314,7 @@ class Scheduler:
         self._recheck_step = _INF
         self._due_at = _INF
         self._batch_knobs_until = _INF
+        self._stop_step = -_INF
         self._touch()
 
     def _keep_counts(self) -> None:
@@ -1260,7 +1326,7 @@ class Scheduler:
         )
 
     def _touch(self) -> None:
-        self._quiet = False
+        self._quiet_until = -_INF
         self._dirty = True
 
     def _is_running(self, view: object) -> bool:
@@ -1281,15 +1347,10 @@ class Scheduler:
     def _update(self, batch: StepBatch | None, wake_at: float) -> Update:
         if self._events:
             self._flush_events()
-        finished: tuple[Finished, ...] = ()
-        released: tuple[Released, ...] = ()
-        if self._finished:
-            finished = tuple(self._finished)
-            self._finished.clear()
-        if self._released:
-            released = tuple(self._released)
-            self._released.clear()
-        update: Update = _new(Update, (batch, finished, released, wake_at))
+        finished, released = self._finished, self._released
+        update: Update = _new(Update, (batch, tuple(finished), tuple(released), wake_at))
+        finished.clear()
+        released.clear()
         return update
 
     def _set_watch(self) -> None:
@@ -1302,7 +1363,7 @@ class Scheduler:
             self._events.append(event)
         if type(event) in self._asking.observed:
             self._unobserved.append(event)
-            self._quiet = False
+            self._quiet_until = -_INF
 
     def _flush_events(self) -> None:
         events = self._events
@@ -1322,6 +1383,7 @@ class Scheduler:
         if not self._now <= now < _INF:
             self._bad_clock(call, now)
         self._now = now
+        self._count_steps()
 
     def _bad_clock(self, call: str, now: object) -> None:
         raise ClockError(
