@@ -65,8 +65,11 @@ def test_every_number_has_its_own_words() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "answer"),
-    EXAMPLES := [
+    [
         ("spell a 405 b 12", "a four hundred five b twelve"),
+        ("digits a four hundred five b twelve", "a 405 b 12"),
+        ("reverse a 405 b 12 c 7", "c 7 b 12 a 405"),
+        ("sort c 7 a 405 b 12", "a 405 b 12 c 7"),
     ],
 )
 def test_answers(prompt: str, answer: str) -> None:
@@ -76,7 +79,10 @@ def test_answers(prompt: str, answer: str) -> None:
     assert not task.check(prompt, "")
 
 
-@pytest.mark.parametrize("prompt", ["", "spell", "spell a", "add a 1 b 2", "spell a twelve"])
+@pytest.mark.parametrize(
+    "prompt",
+    ["", "spell", "spell a", "add a 1 b 2", "spell a twelve", "reverse a 1 2", "digits a so"],
+)
 def test_what_is_no_prompt_is_refused(prompt: str) -> None:
     with pytest.raises(ValueError, match="not a prompt of this task"):
         task.answer_of(prompt)
@@ -104,7 +110,7 @@ def test_samples_are_repeatable_and_distinct_where_asked() -> None:
 
 
 def test_every_sample_fits_what_the_model_is_served_with() -> None:
-    for prompt, answer in task.sample_requests(5_000, 4):
+    for prompt, answer in task.sample_requests(5_000, 4, verbs=task.ALL_VERBS):
         assert len(task.encode_prompt(prompt)) <= 40
         assert len(task.encode(answer)) < box.DECODING["max_new_tokens"]
 
@@ -119,7 +125,7 @@ def test_lengths_vary_widely() -> None:
 
 
 def test_text_survives_encoding() -> None:
-    for prompt, answer in task.sample_requests(500, 6):
+    for prompt, answer in task.sample_requests(500, 6, verbs=task.ALL_VERBS):
         assert task.decode(task.encode(prompt)) == prompt
         assert task.decode([*task.encode(answer), task.EOS_ID, *task.encode("zero")]) == answer
 
@@ -134,7 +140,7 @@ def test_shipped_tokenizer_agrees_with_the_task() -> None:
     assert tuple(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))) == task.VOCABULARY
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (task.BOS_ID, task.EOS_ID)
     assert (tokenizer.pad_token_id, tokenizer.mask_token_id) == (task.EOS_ID, task.MASK_ID)
-    for prompt, answer in task.sample_requests(200, 7):
+    for prompt, answer in task.sample_requests(200, 7, verbs=task.ALL_VERBS):
         chat = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], tokenize=True, return_dict=True
         )

@@ -41,12 +41,12 @@ DECODING: dict[str, Any] = {
     "max_new_tokens": 48,
     "block_add_threshold": 0.1,
     "decoded_token_threshold": 0.95,
-    "skip_threshold": 0.9,
+    "skip_threshold": 0.99,
 }
 """Fields of ``D2FRequest`` that this model was trained for and is evaluated with.
 
-The longest answer has 41 tokens, its end-of-text included; ``decoding.json`` beside the weights
-says the same.
+The longest answer of 8 items has 41 tokens, its end-of-text included. ``decoding.json`` beside the
+weights says the same.
 """
 
 
@@ -56,7 +56,7 @@ def box_model_dir() -> Path:
 
 
 def box_lora_dir() -> Path:
-    """Return the directory of the D2F LoRA, in PEFT's layout; the base alone answers far worse."""
+    """Return the directory of the D2F LoRA, in PEFT's layout."""
     return Path(__file__).parent / LORA_NAME
 
 
