@@ -14,6 +14,7 @@ from dllm_sched.batch import NOTHING, Released, Row, StepBatch
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.policies import presets
 from dllm_sched.request import FinishReason, Phase, Request
+from dllm_sched.testing import check_engine
 from dllm_sched_hf.engine import (
     D2FEngine,
     D2FRequest,
@@ -576,3 +577,17 @@ def test_clock_times_the_forward_only(model, loop):
     # Two intervals of one tick per step: the blocks, and the head.
     assert engine.forward_s == 2 * engine.num_forwards > 0
     assert engine.num_tokens >= 2 + 32
+
+
+def test_keeps_every_rule_of_the_step_protocol(record, golden_request, model):
+    stored = record("d2f_gqa_aggressive_b16")
+
+    def request(index, **changes):
+        entry = {**stored["requests"][index], **changes}
+        return golden_request(stored, entry, truncate_at_stop=bool(index % 2))
+
+    check_engine(
+        lambda num_slots: D2FEngine(model("tiny_gqa"), max_num_seqs=num_slots),
+        request,
+        make_bad_request=lambda index: request(index, id=f"bad {index}", prompt=[1, 295]),
+    )
