@@ -1,0 +1,439 @@
+"""The virtual-time driver: the live ``Scheduler``, an engine that only counts, and a clock that
+jumps.
+
+Not one line of scheduling logic stands here. The engine knows of each row after how many steps its
+blocks end (``Work``); the driver asks the scheduler how long its decision holds (``horizon``) and
+lets all those steps pass at once, up to the next thing that happens: a row finishes or crosses a
+boundary, somebody arrives who may join, a time limit passes. Stepping one by one gives the same
+events at the same instants.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from dllm_sched.batch import (
+    NOTHING,
+    Accepted,
+    BlockBoundary,
+    Finished,
+    RowFinished,
+    StepBatch,
+    StepOutcome,
+    Update,
+)
+from dllm_sched.capacity import Capacity
+from dllm_sched.errors import ConfigError
+from dllm_sched.events import Event
+from dllm_sched.policies.base import Policy
+from dllm_sched.request import FinishReason, Request
+from dllm_sched.scheduler import Scheduler
+from dllm_sched.sim.report import Result
+from dllm_sched.sim.service import ServiceModel
+from dllm_sched.sim.shapes import Work
+from dllm_sched.sim.workloads import ClosedLoop, ClosedLoopRun
+
+__all__ = ["simulate"]
+
+_INF = math.inf
+_EOS = FinishReason.EOS
+
+
+class _Engine:
+    """Counts steps. A row's next event stands in a heap under the step after which it happens."""
+
+    def __init__(self, num_slots: int, *, blocks: bool) -> None:
+        self.steps = 0  # that every row here has taken part in
+        self._blocks = blocks
+        self._events: list[tuple[int, int, int]] = []  # (step, slot, generation of the slot)
+        self._generation = [0] * num_slots
+        self._rows: list[tuple[Request, Work, int, int] | None] = [None] * num_slots
+        self._kept: dict[str, int] = {}  # steps that a preempted request had done
+
+    def join(self, batch: StepBatch) -> None:
+        for row in batch.joined:
+            slot, request = row.slot, row.request
+            while slot >= len(self._rows):
+                self._rows.append(None)
+                self._generation.append(0)
+            done = self._kept.pop(request.id, 0) if row.resumed else 0
+            work: Work = request.payload
+            # (request, work, the step at which its count began, its next block)
+            start = self.steps - done
+            block = 0
+            if self._blocks:
+                while block < work.num_blocks and work.block_ends[block] <= done:
+                    block += 1
+            self._rows[slot] = (request, work, start, block)
+            self._generation[slot] += 1
+            self._push(slot)
+
+    def _push(self, slot: int) -> None:
+        row = self._rows[slot]
+        if row is not None:
+            _, work, start, block = row
+            end = work.num_steps
+            if self._blocks and block < len(work.block_ends) - 1:
+                end = work.block_ends[block]
+            heappush(self._events, (start + end, slot, self._generation[slot]))
+
+    def next_event(self) -> float:
+        """The step after which something happens, ``inf`` if nothing does."""
+        events = self._events
+        while events and events[0][2] != self._generation[events[0][1]]:
+            heappop(events)
+        return events[0][0] if events else _INF
+
+    def sit_out(self, batch: StepBatch, steps: int) -> None:
+        """Rows that are not in the batch do not advance: their counts begin later. O(rows)."""
+        inside = {row.slot for row in batch.rows}
+        moved = False
+        for slot, row in enumerate(self._rows):
+            if row is not None and slot not in inside:
+                request, work, start, block = row
+                self._rows[slot] = (request, work, start + steps, block)
+                self._generation[slot] += 1
+                moved = True
+        if moved:
+            live = [e for e in self._events if e[2] == self._generation[e[1]]]
+            self._events = live
+            heapify(self._events)
+            for slot, row in enumerate(self._rows):
+                if row is not None and slot not in inside:
+                    self._push(slot)
+
+    def outcome(self, batch: StepBatch, *, progress: bool) -> StepOutcome:
+        """What happens after the steps counted so far."""
+        if self.next_event() > self.steps and not progress:
+            return NOTHING
+        finished: list[RowFinished] = []
+        boundaries: list[BlockBoundary] = []
+        while self.next_event() <= self.steps:
+            _, slot, _ = heappop(self._events)
+            row = self._rows[slot]
+            if row is None:
+                continue
+            request, work, start, block = row
+            if self.steps - start >= work.num_steps:
+                finished.append(RowFinished(slot, _EOS))
+                self._rows[slot] = None
+                self._generation[slot] += 1
+                continue
+            while work.block_ends[block] <= self.steps - start:
+                block += 1
+            kv_tokens = request.prompt_len + block * request.block_length
+            boundaries.append(BlockBoundary(slot, block, kv_tokens))
+            self._rows[slot] = (request, work, start, block)
+            self._push(slot)
+        remaining = tuple(self._masked(row.slot) for row in batch.rows) if progress else None
+        return StepOutcome(tuple(finished), tuple(boundaries), (), (), remaining)
+
+    def _masked(self, slot: int) -> int:
+        row = self._rows[slot]
+        if row is None:
+            return 0
+        _, work, start, _ = row
+        left = work.num_steps - (self.steps - start)
+        return math.ceil(work.num_blocks * work.block_length * left / work.num_steps)
+
+    def release(self, update: Update) -> None:
+        for slot, request, _, kept in update.released:
+            if slot is None:
+                self._kept.pop(request.id, None)
+                continue
+            row = self._rows[slot]
+            if row is not None and row[0] is request:
+                if kept:
+                    self._kept[request.id] = self.steps - row[2]
+                self._rows[slot] = None
+                self._generation[slot] += 1
+
+
+def simulate(
+    workload: Iterable[tuple[float, Work]] | ClosedLoop,
+    *,
+    policy: Policy,
+    capacity: Capacity,
+    service: ServiceModel,
+    blocks: bool | None = None,
+    jump: bool = True,
+    until_s: float = _INF,
+    max_waiting: int = 100_000,
+    make_request: Callable[[str, Work, float], Request] | None = None,
+    observers: Iterable[Callable[[Event], object]] = (),
+    progress: Callable[[int, float], object] | None = None,
+) -> Result:
+    """Serve a workload in virtual time with the very scheduler and policy of a live engine.
+
+    Args:
+        workload: ``(arrival_s, Work)`` in order of time, or a closed loop.
+        policy: The policy.
+        capacity: The engine's slots and pages.
+        service: Seconds of a step by its rows and tokens (``Row.max_tokens`` summed).
+        blocks: Report every block boundary; None: only if policy or memory need them.
+        jump: Take the steps of a horizon at once; False: one by one (the same, slower).
+        until_s: Take no arrivals after this instant, seconds; what has arrived is served.
+        max_waiting: When more than this many wait the run ends and is called unstable, >= 1.
+        make_request: ``(id, work, arrival_s) -> Request`` with ``payload=work``, for priorities,
+            deadlines, classes; None: a plain request.
+        observers: As of ``Scheduler``.
+        progress: Called about every 10,000 arrivals with (requests submitted, virtual seconds).
+
+    Returns:
+        What happened. If arrivals outrun the engine, ``Result.unstable`` says so, and the figures
+        are those up to then.
+
+    Raises:
+        ConfigError: If an argument is out of range, or arrivals are not in order.
+        PolicyError: If the policy is at fault.
+    """
+    if not isinstance(max_waiting, int) or max_waiting < 1:
+        raise ConfigError(f"simulate: max_waiting must be an int >= 1, got {max_waiting!r}")
+    if math.isnan(until_s):
+        raise ConfigError("simulate: until_s must be seconds, got nan")
+    scheduler = Scheduler(capacity=capacity, policy=policy, observers=observers)
+    needs = policy.needs
+    grows = capacity.memory is not None and capacity.memory.grows
+    if blocks is None:
+        blocks = grows or "blocks" in needs
+    run = _Run(
+        scheduler,
+        _Engine(capacity.max_num_seqs, blocks=blocks),
+        service,
+        _plain_request if make_request is None else make_request,
+        jump=jump,
+        needs_progress="progress" in needs,
+        max_waiting=max_waiting,
+        progress=progress,
+    )
+    return run.serve(workload, until_s)
+
+
+def _plain_request(request_id: str, work: Work, arrival_s: float) -> Request:
+    return Request(
+        request_id,
+        prompt_len=work.prompt_len,
+        max_new_tokens=work.max_new_tokens,
+        block_length=work.block_length,
+        payload=work,
+    )
+
+
+class _Run:
+    """One simulation: who comes when, what the clock says, what is written down."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: _Engine,
+        service: ServiceModel,
+        make_request: Callable[[str, Work, float], Request],
+        *,
+        jump: bool,
+        needs_progress: bool,
+        max_waiting: int,
+        progress: Callable[[int, float], object] | None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.engine = engine
+        self.service = service
+        self.make_request = make_request
+        self.jump = jump
+        self.needs_progress = needs_progress
+        self.max_waiting = max_waiting
+        self.progress = progress
+        self.now = 0.0
+        self.busy_s = 0.0
+        self.num_submitted = 0
+        self.unstable = False
+        self.drained = False
+        self.loop: ClosedLoopRun | None = None
+        self.clients: dict[str, int] = {}
+        self.queue: list[tuple[float, int, Work, int]] = []  # a closed loop's coming arrivals
+        self.source: Iterator[tuple[float, Work]] = iter(())
+        self.coming: tuple[float, Work, int] | None = None
+        self.latency_s = array("d")
+        self.wait_s = array("d")
+        self.steps = array("l")
+        self.tokens = 0
+        self.reasons: dict[FinishReason, int] = {}
+
+    # --- arrivals -------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Look at the next arrival."""
+        if self.loop is not None:
+            if self.queue:
+                at, _, work, client = heappop(self.queue)
+                self.coming = (at, work, client)
+            else:
+                self.coming = None
+            return
+        last = self.coming[0] if self.coming is not None else -_INF
+        found = next(self.source, None)
+        if found is None or found[0] > self.until_s:
+            self.coming = None
+            return
+        if not found[0] >= last or not math.isfinite(found[0]):
+            raise ConfigError(
+                f"simulate: arrivals must be finite and in order, got {found[0]!r} after {last!r}"
+            )
+        self.coming = (found[0], found[1], -1)
+
+    def _submit(self) -> None:
+        """Hand the coming request over at its own instant."""
+        if self.coming is None:
+            return
+        at, work, client = self.coming
+        name = f"r{self.num_submitted}"
+        self.num_submitted += 1
+        now = max(at, self.now)
+        answer = self.scheduler.submit(self.make_request(name, work, at), now=now)
+        self.now = now
+        if client >= 0 and isinstance(answer, Accepted):
+            self.clients[name] = client
+        if self.progress is not None and self.num_submitted % 10_000 == 0:
+            self.progress(self.num_submitted, now)
+        self._advance()
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def serve(self, workload: Iterable[tuple[float, Work]] | ClosedLoop, until_s: float) -> Result:
+        self.until_s = until_s
+        if isinstance(workload, ClosedLoop):
+            self.loop = workload.start()
+            for arrival in self.loop.first():
+                self._later(arrival)
+        else:
+            self.source = iter(workload)
+        self._advance()
+        scheduler = self.scheduler
+        while True:
+            while self.coming is not None and self.coming[0] <= self.now:
+                self._submit()
+            if self.coming is None and self.loop is None:
+                self._drain()
+            update = scheduler.next_step(now=self.now)
+            self._told(update)
+            if update.batch is not None:
+                self._step(update.batch)
+            elif not self._sleep(update.wake_at):
+                break
+            if scheduler.counts().waiting > self.max_waiting:
+                self.unstable = True
+                break
+        return self._result()
+
+    def _sleep(self, wake_at: float) -> bool:
+        """Pass the time until something changes; False when nothing ever will."""
+        at = self.coming[0] if self.coming is not None else _INF
+        until = min(wake_at, at)
+        if until == _INF:
+            if not self.scheduler.has_work():
+                return False
+            self._drain()  # a closed loop whose clients all wait for answers
+            return True
+        self.now = max(self.now, until)
+        return True
+
+    def _step(self, batch: StepBatch) -> None:
+        scheduler, engine = self.scheduler, self.engine
+        engine.join(batch)
+        rows = batch.rows
+        tokens = scheduler.stats().tokens_in_rows
+        whole = len(rows) == scheduler.counts().running
+        if not whole:
+            tokens = sum(row.max_tokens for row in rows)
+        step_s = self.service.step_s(len(rows), tokens)
+        start = self.now
+        steps = 1
+        if self.jump and whole:
+            horizon = scheduler.horizon()
+            steps = int(min(horizon.steps, engine.next_event() - engine.steps, 1 << 40))
+            if horizon.until < start + steps * step_s:
+                steps = min(steps, self._steps_to(horizon.until, start, step_s))
+        end = start + steps * step_s
+        while self.coming is not None and self.coming[0] < end:
+            at = self.coming[0]
+            self._submit()
+            if steps > 1 and scheduler.horizon().steps <= 1:  # it may join at the next step
+                steps = min(steps, self._steps_to(at, start, step_s))
+                end = start + steps * step_s
+        self.now = end
+        self.busy_s += end - start
+        if not whole:
+            engine.sit_out(batch, steps)
+        engine.steps += steps
+        outcome = engine.outcome(batch, progress=self.needs_progress)
+        self._told(scheduler.complete_step(batch, outcome, now=end, steps=steps))
+
+    @staticmethod
+    def _steps_to(instant: float, start: float, step_s: float) -> int:
+        """The least number of steps, at least 1, after which ``instant`` has come."""
+        steps = max(1, math.ceil((instant - start) / step_s))
+        while steps > 1 and start + (steps - 1) * step_s >= instant:
+            steps -= 1
+        while start + steps * step_s < instant:
+            steps += 1
+        return steps
+
+    def _drain(self) -> None:
+        if not self.drained:
+            self.drained = True
+            self._told(self.scheduler.drain(now=self.now))
+
+    # --- what is told ---------------------------------------------------------------------------
+
+    def _told(self, update: Update) -> None:
+        if update.released:
+            self.engine.release(update)
+        for finished in update.finished:
+            self._record(finished)
+            if self.loop is not None:
+                arrival = self.loop.after(self.clients.pop(finished.request.id), self.now)
+                if arrival is not None:
+                    self._later(arrival)
+
+    def _later(self, arrival: Any) -> None:
+        coming = self.coming
+        entry = (arrival.arrival_s, arrival.client, arrival.work, arrival.client)
+        heappush(self.queue, entry)
+        if coming is not None and entry[0] < coming[0]:
+            heappush(self.queue, (coming[0], coming[2], coming[1], coming[2]))
+            self.coming = None
+        if self.coming is None:
+            self._advance()
+
+    def _record(self, finished: Finished) -> None:
+        reason = finished.reason
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+        if reason is not _EOS:
+            return
+        self.latency_s.append(finished.finished_at - finished.arrived_at)
+        admitted = finished.admitted_at
+        self.wait_s.append(
+            (finished.arrived_at if admitted is None else admitted) - finished.arrived_at
+        )
+        self.steps.append(finished.num_steps)
+        work: Work = finished.request.payload
+        self.tokens += work.num_blocks * work.block_length
+
+    def _result(self) -> Result:
+        return Result(
+            policy=self.scheduler.policy.name,
+            max_num_seqs=self.scheduler.capacity.max_num_seqs,
+            duration_s=self.now,
+            busy_s=self.busy_s,
+            counts=self.scheduler.counts(),
+            stats=self.scheduler.stats(),
+            reasons=self.reasons,
+            num_tokens=self.tokens,
+            unstable=self.unstable,
+            latency_s=self.latency_s,
+            wait_s=self.wait_s,
+            steps=self.steps,
+        )
