@@ -1,0 +1,56 @@
+"""Argument checks of the closed forms: each names the argument and says what it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from dllm_sched.errors import ConfigError
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float, and no bool. NaN and inf are numbers here."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def positive(**values: object) -> None:
+    """Refuse what is not a finite number > 0."""
+    for name, value in values.items():
+        if not is_number(value) or not 0 < value < math.inf:  # type: ignore[operator]
+            raise ConfigError(f"{name} must be a positive finite number, got {value!r}")
+
+
+def not_negative(**values: object) -> None:
+    """Refuse what is not a finite number >= 0."""
+    for name, value in values.items():
+        if not is_number(value) or not 0 <= value < math.inf:  # type: ignore[operator]
+            raise ConfigError(f"{name} must be a finite number >= 0, got {value!r}")
+
+
+def fraction(**values: object) -> None:
+    """Refuse what is not a number strictly between 0 and 1."""
+    for name, value in values.items():
+        if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
+            raise ConfigError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+
+
+def whole(least: int = 1, **values: object) -> None:
+    """Refuse what is not an int of at least ``least``."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def histogram(name: str, weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    """Return ``(value, probability)`` pairs, ascending, of a histogram of whole numbers >= 1.
+
+    Values without weight are left out.
+    """
+    if not isinstance(weights, Mapping) or not weights:
+        raise ConfigError(f"{name} must be a non-empty mapping from value to weight")
+    for value, weight in weights.items():
+        whole(**{f"a value of {name}": value})
+        not_negative(**{f"{name}[{value}]": weight})
+    total = math.fsum(weights.values())
+    positive(**{f"the total weight of {name}": total})
+    return tuple((value, weights[value] / total) for value in sorted(weights) if weights[value])
