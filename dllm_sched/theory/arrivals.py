@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_sched.errors import ConfigError
 from dllm_sched.theory._check import is_number, not_negative, positive
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = [
     "arrival_weighted_rate",
@@ -56,7 +53,8 @@ def _check(rates: Sequence[float], generator: Matrix) -> None:
             raise ConfigError(f"generator[{i}] must sum to 0, got {row!r}")
 
 
-def _stationary(generator: Matrix) -> NDArray[Any]:
+def _stationary(generator: Matrix) -> Any:
+    """The stationary distribution, an array of float64."""
     import numpy as np  # noqa: PLC0415
 
     matrix = np.array(generator, float)
@@ -66,8 +64,7 @@ def _stationary(generator: Matrix) -> NDArray[Any]:
     if np.linalg.matrix_rank(equations) < num:
         raise ConfigError(f"the chain has more than one recurrent class: {generator!r}")
     solution = np.linalg.lstsq(equations, target, rcond=None)[0]
-    shares: NDArray[Any] = np.maximum(solution, 0.0)
-    return shares
+    return np.maximum(solution, 0.0)
 
 
 def stationary(generator: Matrix) -> tuple[float, ...]:

@@ -28,13 +28,7 @@ def _log_poisson(mean: float, n: int) -> float:
 
 
 def _poisson_below(mean: float, n: int) -> float:
-    """``P(N < n)``, summed on whichever side of the mode has only small terms."""
-    if n <= 0:
-        return 0.0
-    if mean == 0:
-        return 1.0
-    if mean < n:
-        return max(0.0, 1.0 - _poisson_tail(mean, n))
+    """``P(N < n)`` for ``mean >= n >= 1``: terms that fall from the first one on."""
     term = math.exp(_log_poisson(mean, n - 1))
     total = 0.0
     for k in range(n - 1, -1, -1):
