@@ -85,6 +85,8 @@ class Asking:
         for axis, strategy in enumerate(policy.strategies):
             for kind in strategy.observes:
                 self._observing.setdefault(kind, []).append((axis, strategy))
+        self.shapes_batches = self.select or self.batch_knobs or self.hints
+        self.repeats_batches = not self.select and not self.every_step
         self.observed = frozenset(self._observing)
         self.may_raise = bool(self.observed) or any(
             strategy.asks(hook)

@@ -54,6 +54,8 @@ def _queue(scheduler: Scheduler, waiting: list[RequestView]) -> str | None:
         return "the lanes' counts do not add up to the queue's"
     if any(lane.parked for lane in queue.lanes.values()):
         return "a lane is parked outside a round"
+    if any(len(lane.heap) != lane.size + lane.dead for lane in queue.lanes.values()):
+        return "a lane does not know how many of its entries are dead"
     statuses = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     if any(view._status not in statuses or view._slot is not None for view in waiting):
         return "a waiting request is running or holds a slot"

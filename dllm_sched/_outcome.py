@@ -29,13 +29,10 @@ InBatch = Callable[[object, str], RequestView]
 class Named(NamedTuple):
     """The requests that an outcome names: a list per column, each in its column's order."""
 
-    finished: Sequence[RequestView] = ()
-    boundaries: Sequence[RequestView] = ()
-    phases: Sequence[RequestView] = ()
-    failed: Sequence[RequestView] = ()
-
-
-_NOBODY = Named()
+    finished: Sequence[RequestView]
+    boundaries: Sequence[RequestView]
+    phases: Sequence[RequestView]
+    failed: Sequence[RequestView]
 
 
 def check_outcome(
@@ -48,11 +45,27 @@ def check_outcome(
             both finished and failed, impossible progress, or values of another type; or if the
             policy needs progress and there is none.
     """
-    named = _NOBODY
+    finished = boundaries = phases = failed = _NONE
     if outcome is not NOTHING:
         if not isinstance(outcome, StepOutcome):
             raise OutcomeError(f"complete_step: expected a StepOutcome, got {outcome!r}")
-        named = _check_columns(outcome, in_batch)
+        if outcome.finished:
+            finished = _check_column(
+                "finished", outcome.finished, RowFinished, FinishReason, in_batch
+            )
+        if outcome.failed:
+            failed = _check_column("failed", outcome.failed, RowFailed, BaseException, in_batch)
+            twice = {one.slot for one in outcome.finished} & {one.slot for one in outcome.failed}
+            if twice:
+                raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
+        if outcome.phases:
+            phases = _check_column("phases", outcome.phases, PhaseChange, Phase, in_batch)
+        if outcome.boundaries:
+            boundaries = _check_column(
+                "boundaries", outcome.boundaries, BlockBoundary, int, in_batch
+            )
+            for boundary, view in zip(outcome.boundaries, boundaries, strict=True):
+                _check_boundary(boundary, view)
     remaining = outcome.masked_remaining
     if remaining is None:
         if needs_progress:
@@ -67,26 +80,8 @@ def check_outcome(
             f"masked_remaining: expected {len(batch.rows)} counts >= 0 (one per row of step "
             f"{batch.step_id}), got {remaining!r}"
         )
+    named: Named = _new(Named, (finished, boundaries, phases, failed))
     return named
-
-
-def _check_columns(outcome: StepOutcome, in_batch: InBatch) -> Named:
-    ended, boundaries, phases, errors, _ = outcome
-    finished = crossed = changed = failed = _NONE
-    if ended:
-        finished = _check_column("finished", ended, RowFinished, FinishReason, in_batch)
-    if errors:
-        failed = _check_column("failed", errors, RowFailed, BaseException, in_batch)
-        twice = {one.slot for one in ended} & {one.slot for one in errors}
-        if twice:
-            raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
-    if phases:
-        changed = _check_column("phases", phases, PhaseChange, Phase, in_batch)
-    if boundaries:
-        crossed = _check_column("boundaries", boundaries, BlockBoundary, int, in_batch)
-        for boundary, view in zip(boundaries, crossed, strict=True):
-            _check_boundary(boundary, view)
-    return _new(Named, (finished, crossed, changed, failed))
 
 
 def _check_column(

@@ -7,7 +7,7 @@ unique, so a comparison never reaches the view.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -25,12 +25,13 @@ _SMALL = 64  # heaps below this size are not worth compacting
 class LaneQueue:
     """The waiting requests of one lane."""
 
-    __slots__ = ("heap", "key_queue", "lane", "parked", "shown", "size")
+    __slots__ = ("dead", "heap", "key_queue", "lane", "parked", "shown", "size")
 
     def __init__(self, lane: Lane, key_queue: KeyQueue) -> None:
         self.lane = lane
         self.key_queue = key_queue
         self.heap: list[Entry] = []  # the first entry is always a live one
+        self.dead = 0  # entries whose request was discarded
         self.shown: Entry | None = None  # the entry last put among the heads
         self.size = 0  # live entries
         self.parked = False
@@ -139,7 +140,8 @@ class WaitingQueue:
         if lane is None:
             lane = heappop(self._heads)[-1]._lane
         view: RequestView = heappop(lane.heap)[-1]
-        self._show_head(lane)
+        if lane.dead or self._sole is None:
+            self._show_head(lane)
         return view
 
     def _show_head(self, lane: LaneQueue) -> None:
@@ -152,6 +154,7 @@ class WaitingQueue:
                     self._show(lane, entry)
                 return
             heappop(heap)
+            lane.dead -= 1
 
     def _show(self, lane: LaneQueue, entry: Entry) -> None:
         lane.shown = entry
@@ -166,32 +169,40 @@ class WaitingQueue:
 
     def settle_pop(self, view: RequestView) -> None:
         """Make ``pop`` final: the request no longer waits. O(1)."""
-        lane: LaneQueue = view._lane
-        key_queue = lane.key_queue
-        view._lane = None
-        view._entry = None
-        lane.size -= 1
-        key_queue.size -= 1
-        self.size -= 1
-        if lane.size == 0 and not lane.parked:
-            self._close(lane)
-        elif self._track_arrivals:
-            arrivals = key_queue.arrivals
-            if len(arrivals) > _SMALL and len(arrivals) > 2 * key_queue.size:
-                key_queue.arrivals = [a for a in arrivals if a[1]._lane is not None]
-                heapify(key_queue.arrivals)
+        self.settle_pops((view,))
+
+    def settle_pops(self, views: Sequence[RequestView]) -> None:
+        """Make the ``pop`` of each final. O(1) for each."""
+        for view in views:
+            lane: LaneQueue = view._lane
+            key_queue = lane.key_queue
+            view._lane = None
+            view._entry = None
+            lane.size -= 1
+            key_queue.size -= 1
+            if lane.size == 0 and not lane.parked:
+                self._close(lane)
+            elif self._track_arrivals:
+                arrivals = key_queue.arrivals
+                if len(arrivals) > _SMALL and len(arrivals) > 2 * key_queue.size:
+                    key_queue.arrivals = [a for a in arrivals if a[1]._lane is not None]
+                    heapify(key_queue.arrivals)
+        self.size -= len(views)
 
     def discard(self, view: RequestView) -> None:
         """Remove a waiting request that was not popped. Amortised O(log n), deleted lazily."""
         lane: LaneQueue = view._lane
         entry = view._entry
         self.settle_pop(view)
+        lane.dead += 1
         if lane.size == 0:
             lane.heap.clear()
+            lane.dead = 0
         elif lane.heap[0] is entry:
             self._show_head(lane)
-        elif len(lane.heap) > _SMALL and len(lane.heap) > 2 * lane.size:
+        elif len(lane.heap) > _SMALL and lane.dead > lane.size:
             lane.heap = [e for e in lane.heap if e[-1]._entry is e]
+            lane.dead = 0
             heapify(lane.heap)
         if len(self._heads) > _SMALL and len(self._heads) > 2 * (len(self.lanes) + lane.size):
             self._rebuild_heads()

@@ -80,10 +80,12 @@ def stage_round(
     idle = not running.size
     room = capacity.max_num_seqs - running.size
     pages = running.free_pages
-    admission = asking.policy.admission
-    state = asking.admission_state
-    asks_admit, asks_joined = asking.admit, asking.joined
     need = 0
+    state = None
+    if round is not None:
+        admission = asking.policy.admission
+        state = asking.admission_state
+    asks_admit = asking.admit
     hook = "admission.admit"
     view: RequestView | None = None
     try:
@@ -128,7 +130,7 @@ def stage_round(
                 round.joined.append(view)
                 round.num_joined += 1
                 round.joined_tokens += view._max_tokens
-                if asks_joined:
+                if asking.joined:
                     hook = "admission.joined"
                     state = admission.joined(state, view, round)
         if staged.blocked is None and aside:

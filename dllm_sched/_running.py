@@ -140,10 +140,10 @@ class KeyRows:
 
     def select(self, phases: Any) -> tuple[tuple[Row, ...], tuple[Cohort, ...]]:
         """Rows and cohorts of some phases (``ALL``: every one), with at most one copy."""
-        if phases is ALL:
-            chosen = [cohort for cohort in self.cohorts.values() if cohort.rows]
-        else:
-            chosen = [c for phase, c in self.cohorts.items() if c.rows and phase in phases]
+        chosen: list[Cohort] = []
+        for phase, cohort in self.cohorts.items():
+            if cohort.rows and (phases is ALL or phase in phases):
+                chosen.append(cohort)
         if len(chosen) == 1:
             return chosen[0].frozen(), (chosen[0],)
         rows: tuple[Row, ...] = ()

@@ -684,7 +684,8 @@ class Scheduler:
             self._bad_clock("next_step", now)
         before = self._now
         self._now = now
-        self._count_steps()
+        if self._counted_steps != self._clock.steps:
+            self._count_steps()
         self._progressed = False
         if self._expiries.heap and self._expiries.first() <= now:
             for view in self._expiries.pop_due(now):
@@ -696,12 +697,17 @@ class Scheduler:
             if self._asking.may_raise:
                 memo = self._memo()
             batch = None if self._paused else self._decide(now)
-            self._wake_at = self._next_instant()
-            if batch is None and not self._paused:
-                if self._dirty:
-                    self._wake_at = -_INF  # another round may find somebody at once
-                else:
-                    self._check_stall()
+            wake_at = self._expiries.first() if self._expiries.heap else _INF
+            if not self._paused:
+                if self._due_at < wake_at:
+                    wake_at = self._due_at
+                if self._knob_expiries.heap:
+                    wake_at = min(wake_at, self._knob_expiries.first())
+                if batch is None and self._dirty:
+                    wake_at = -_INF  # another round may find somebody at once
+            self._wake_at = wake_at
+            if batch is None and not self._paused and not self._dirty:
+                self._check_stall()
         except BaseException:
             if memo is not None:
                 self._restore(memo)
@@ -726,17 +732,6 @@ class Scheduler:
                 )
             )
         return self._update(batch, self._wake_at)
-
-    def _next_instant(self) -> float:
-        """When time alone changes something next."""
-        instant = self._expiries.first() if self._expiries.heap else _INF
-        if self._paused:
-            return instant
-        if self._due_at < instant:
-            instant = self._due_at
-        if self._knob_expiries.heap:
-            instant = min(instant, self._knob_expiries.first())
-        return instant
 
     def _memo(self) -> tuple[Any, ...]:
         """What a plan writes beside joins and ends; put back if it fails."""
@@ -873,6 +868,7 @@ class Scheduler:
         blocked, why = staged.blocked, staged.blocked_by
         self._blocked = None if blocked is None or why is None else (blocked, why)
         if staged.views:
+            self._queue.settle_pops(staged.views)
             for view, limits, knobs in zip(staged.views, staged.limits, staged.knobs, strict=False):
                 self._join(view, now, limits, knobs)
             self._progressed = True
@@ -890,22 +886,24 @@ class Scheduler:
 
     def _compose(self, round: Round | None, now: float) -> StepBatch | None:
         asking, running = self._asking, self._running
-        if round is None and (asking.select or asking.hints):
-            round = self._new_round(now)
         phases: Any = ALL
         chosen: tuple[RequestView, ...] | None = None
-        if asking.select and round is not None:
-            phases, chosen = asking.selection(round, self._is_running)
+        if asking.shapes_batches:
+            if round is None:
+                round = self._new_round(now)
+            if asking.select:
+                phases, chosen = asking.selection(round, self._is_running)
         key_rows, rows, cohorts, chosen = running.take_turn(phases, chosen)
         if key_rows is None:
             self._wait_for_due(now)
             return None
         batch_knobs, until = NO_KNOBS, _INF
-        if asking.batch_knobs:
-            batch_knobs, until = asking.whole_batch_knobs(self._view(now))
         hints: tuple[Any, ...] = ()
-        if asking.hints and round is not None:
-            hints = asking.batch_hints(round)
+        if asking.shapes_batches and round is not None:
+            if asking.batch_knobs:
+                batch_knobs, until = asking.whole_batch_knobs(self._view(now))
+            if asking.hints:
+                hints = asking.batch_hints(round)
         # nothing below can raise
         running.serve(key_rows, cohorts)
         self._batch_knobs, self._batch_knobs_until = batch_knobs, until
@@ -914,9 +912,8 @@ class Scheduler:
         self._rows = rows
         joined = self._take_joined() if self._joined else ()
         repeatable = (
-            len(running.turns) == 1
-            and not asking.every_step
-            and not asking.select
+            asking.repeats_batches
+            and len(running.turns) == 1
             and not self._dirty
             and not self._joined
         )
@@ -947,20 +944,16 @@ class Scheduler:
         """The rows of this batch that are new in their slot; the others stay for a later one."""
         inside: list[Row] = []
         later: dict[RequestView, None] = {}
+        chosen, stepping = self._flight_views, self._running.stepping
         for view in self._joined:
-            if self._steps_now(view):
-                inside.append(cohort_of(view).rows[view._index])
+            cohort = view._cohort
+            if cohort in stepping if chosen is None else view in chosen:
+                inside.append(cohort.rows[view._index])
                 view._given = True
             else:
                 later[view] = None
         self._joined = later
         return tuple(inside)
-
-    def _steps_now(self, view: RequestView) -> bool:
-        """Whether a running row takes part in the step that was planned last. O(1)."""
-        if self._flight_views is None:
-            return view._cohort in self._running.stepping
-        return view in self._flight_views
 
     def _evict(self, now: float) -> list[tuple[RequestView, tuple[float, ...]]]:
         """Ask for victims, and see to it that the rows that are left can grow.
@@ -1045,7 +1038,6 @@ class Scheduler:
         knobs: tuple[Knobs, float],
     ) -> None:
         """Give a staged request its slot, under (instant, steps) and (knobs, until)."""
-        self._queue.settle_pop(view)
         advance(view, _ADMIT)
         if view._admitted_at is None:
             view._admitted_at = now
@@ -1199,10 +1191,13 @@ class Scheduler:
         if isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(slots):
             view = slots[slot]
             if view is not None:
-                if view._status is _RUNNING:
-                    inside = self._steps_now(view)
-                else:
+                chosen = self._flight_views
+                if view._status is not _RUNNING:
                     inside = batch is not None and any(row.slot == slot for row in batch.rows)
+                elif chosen is None:
+                    inside = view._cohort in self._running.stepping
+                else:
+                    inside = view in chosen
                 if inside:
                     return view
         raise OutcomeError(
@@ -1222,18 +1217,22 @@ class Scheduler:
                 view = slots[row.slot]
                 if view is not None:
                     view._masked_remaining = remaining
-        for view, boundary in zip(named.boundaries, outcome.boundaries, strict=True):
-            if view._status is _RUNNING:
-                self._cross(view, boundary)
-        for view, (_, phase) in zip(named.phases, outcome.phases, strict=True):
-            if view._status is _RUNNING:
-                self._change_phase(view, phase)
-        for view, (_, error) in zip(named.failed, outcome.failed, strict=True):
-            if view._status is _RUNNING:
-                self._retire(view, FinishReason.ERROR, None, error)
-        for view, (_, reason, output) in zip(named.finished, outcome.finished, strict=True):
-            if view._status is _RUNNING:
-                self._retire(view, reason, output)
+        if named.boundaries:
+            for view, boundary in zip(named.boundaries, outcome.boundaries, strict=True):
+                if view._status is _RUNNING:
+                    self._cross(view, boundary)
+        if named.phases:
+            for view, (_, phase) in zip(named.phases, outcome.phases, strict=True):
+                if view._status is _RUNNING:
+                    self._change_phase(view, phase)
+        if named.failed:
+            for view, (_, error) in zip(named.failed, outcome.failed, strict=True):
+                if view._status is _RUNNING:
+                    self._retire(view, FinishReason.ERROR, None, error)
+        if named.finished:
+            for view, (_, reason, output) in zip(named.finished, outcome.finished, strict=True):
+                if view._status is _RUNNING:
+                    self._retire(view, reason, output)
 
     def _cross(self, view: RequestView, boundary: BlockBoundary) -> None:
         """Record a block boundary; reserve the pages that the coming step may write."""
