@@ -107,18 +107,18 @@ def _check_column(
 def _check_boundary(boundary: BlockBoundary, view: RequestView) -> None:
     slot, blocks, tokens = boundary
     request = view.request
-    where = "boundaries: slot {} ({!r})"  # filled in only when something is wrong
     if not isinstance(tokens, int):
-        raise OutcomeError(
-            f"{where.format(slot, request.id)}: kv_tokens must be an int, got {tokens!r}"
+        wrong = f"kv_tokens must be an int, got {tokens!r}"
+    elif not view._num_blocks_done <= blocks <= request.max_blocks:
+        wrong = (
+            f"num_blocks_done {blocks} is not between the {view._num_blocks_done} reported before "
+            f"and its {request.max_blocks} blocks"
         )
-    if not view._num_blocks_done <= blocks <= request.max_blocks:
-        raise OutcomeError(
-            f"{where.format(slot, request.id)}: num_blocks_done {blocks} is not between the "
-            f"{view._num_blocks_done} reported before and its {request.max_blocks} blocks"
+    elif not view._kv_tokens <= tokens <= request.max_total_tokens:
+        wrong = (
+            f"kv_tokens {tokens} is not between the {view._kv_tokens} reported before and its "
+            f"{request.max_total_tokens} tokens"
         )
-    if not view._kv_tokens <= tokens <= request.max_total_tokens:
-        raise OutcomeError(
-            f"{where.format(slot, request.id)}: kv_tokens {tokens} is not between the "
-            f"{view._kv_tokens} reported before and its {request.max_total_tokens} tokens"
-        )
+    else:
+        return
+    raise OutcomeError(f"boundaries: slot {slot} ({request.id!r}): {wrong}")

@@ -140,7 +140,9 @@ class Request:
     @property
     def max_total_tokens(self) -> int:
         """Prompt plus the budget rounded up to whole blocks: the longest this row can get."""
-        return self.prompt_len + self.max_blocks * self.block_length
+        # the blocks counted here once more: this is asked for at every block boundary
+        blocks = -(-self.max_new_tokens // self.block_length)
+        return self.prompt_len + blocks * self.block_length
 
 
 class RequestView:

@@ -1186,19 +1186,15 @@ class Scheduler:
 
     def _in_batch(self, slot: object, column: str) -> RequestView:
         """The request that has a slot in the batch in flight; one that ended still has its own."""
-        slots = self._running.slots
-        batch = self._in_flight
-        if isinstance(slot, int) and not isinstance(slot, bool) and 0 <= slot < len(slots):
-            view = slots[slot]
+        running, batch = self._running, self._in_flight
+        if isinstance(slot, int) and type(slot) is not bool and 0 <= slot < len(running.slots):
+            view = running.slots[slot]
             if view is not None:
                 chosen = self._flight_views
-                if view._status is not _RUNNING:
-                    inside = batch is not None and any(row.slot == slot for row in batch.rows)
-                elif chosen is None:
-                    inside = view._cohort in self._running.stepping
-                else:
-                    inside = view in chosen
-                if inside:
+                if view._cohort in running.stepping if chosen is None else view in chosen:
+                    return view
+                ended = view._status is not _RUNNING  # while the step was in flight
+                if ended and batch is not None and any(row.slot == slot for row in batch.rows):
                     return view
         raise OutcomeError(
             f"{column}: slot {slot!r} is not in the batch of step "
@@ -1237,12 +1233,13 @@ class Scheduler:
     def _cross(self, view: RequestView, boundary: BlockBoundary) -> None:
         """Record a block boundary; reserve the pages that the coming step may write."""
         _, blocks, tokens = boundary
-        asking, running = self._asking, self._running
+        asking = self._asking
         self._num_blocks += blocks - view._num_blocks_done
         view._num_blocks_done = blocks
         view._kv_tokens = tokens
         memory = self._capacity.memory
         if memory is not None and memory.grows:
+            running = self._running
             more = running.lacks(view)
             if more and (more > running.free_pages or self._short):
                 self._short[view] = None
@@ -1252,8 +1249,8 @@ class Scheduler:
         if asking.needs_blocks:
             self._boundaries.append(view)
             self._touch()
-        if asking.knobs_at_blocks:
-            self._knob_boundaries.append(view)
+            if asking.knobs_at_blocks:
+                self._knob_boundaries.append(view)
         if self._watch:
             self._emit(BlockDone(self._now, view.request.id, blocks, tokens, view.num_steps))
 
