@@ -41,7 +41,7 @@ DECODING: dict[str, Any] = {
     "max_new_tokens": 48,
     "block_add_threshold": 0.1,
     "decoded_token_threshold": 0.95,
-    "skip_threshold": 0.99,
+    "skip_threshold": 0.999,
 }
 """Fields of ``D2FRequest`` that this model was trained for and is evaluated with.
 

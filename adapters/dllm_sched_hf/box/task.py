@@ -9,10 +9,8 @@ A prompt is a verb and 1 to `MAX_ITEMS` lettered numbers from 0 to 999; the verb
 | `reverse` | `reverse a 405 b 12 c 7` | `c 7 b 12 a 405` |
 | `sort` | `sort c 7 a 405 b 12` | `a 405 b 12 c 7` |
 
-The shipped weights have learnt the verbs in `VERBS`, and requests are drawn from those; the others
-are for whoever trains longer. Every prompt has exactly one right answer, so an output is checked by
-comparing texts. Answers are 2 to about 30 tokens long, which is what makes requests converge after
-different numbers of steps.
+Every prompt has exactly one right answer, so an output is checked by comparing texts. Answers are
+2 to 40 tokens long, which is what makes requests converge after different numbers of steps.
 
 Prompts fall into two splits by a checksum of their text (CRC-32 modulo 10: 0 is `serve`, the rest
 is `train`). The split is a property of the text alone, so no prompt that is ever served or
@@ -26,12 +24,11 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from random import Random
 from typing import Literal
 
 __all__ = [
-    "ALL_VERBS",
     "BOS",
     "BOS_ID",
     "EOS",
@@ -62,10 +59,9 @@ EOS = "<|endoftext|>"  # also the padding token, as in LLaDA
 MASK = "<|mdm_mask|>"
 EOT = "<|eot_id|>"
 
-ALL_VERBS = ("spell", "digits", "reverse", "sort")
-VERBS = ALL_VERBS[:1]
+VERBS = ("spell", "digits", "reverse", "sort")
 LETTERS = "abcdefgh"
-MAX_ITEMS = 6
+MAX_ITEMS = len(LETTERS)
 
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -74,7 +70,7 @@ _SMALL = (
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 VOCABULARY: tuple[str, ...] = (
-    BOS, EOS, MASK, EOT, *ALL_VERBS, *"0123456789", *LETTERS, *_SMALL, *_TENS, "hundred"
+    BOS, EOS, MASK, EOT, *VERBS, *"0123456789", *LETTERS, *_SMALL, *_TENS, "hundred"
 )  # fmt: skip
 """Every token, in the order of its id."""
 
@@ -108,9 +104,9 @@ def spell_number(number: int) -> str:
 _NUMBER_OF_WORDS = {spell_number(number): str(number) for number in range(1000)}
 
 
-def make_prompt(rng: Random, verbs: Sequence[str] = VERBS) -> str:
+def make_prompt(rng: Random) -> str:
     """A random prompt: verb, number of items and number of digits are uniform."""
-    verb = rng.choice(verbs)
+    verb = rng.choice(VERBS)
     count = rng.randint(1, MAX_ITEMS)
     letters = list(LETTERS[:count])
     if verb == "sort":
@@ -142,7 +138,7 @@ def answer_of(prompt: str) -> str:
         elif verb == "sort":
             items.sort()
         else:
-            raise ValueError(f"the verb must be one of {', '.join(ALL_VERBS)}")
+            raise ValueError(f"the verb must be one of {', '.join(VERBS)}")
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"not a prompt of this task: {prompt!r} ({error})") from error
     return " ".join(f"{letter} {number}" for letter, number in items)
@@ -159,12 +155,7 @@ def split_of(prompt: str) -> Split:
 
 
 def sample_requests(
-    n: int,
-    seed: int,
-    split: Split = "serve",
-    *,
-    distinct: bool = False,
-    verbs: Sequence[str] = VERBS,
+    n: int, seed: int, split: Split = "serve", *, distinct: bool = False
 ) -> Iterator[tuple[str, str]]:
     """Yield `n` pairs (prompt, answer) of one split; the same arguments give the same pairs.
 
@@ -173,12 +164,11 @@ def sample_requests(
         seed: any integer.
         split: "serve" for prompts never trained on, or "train".
         distinct: leave out prompts already given. Short prompts are few: keep `n` below 2,000.
-        verbs: which verbs to draw from, of `ALL_VERBS`.
     """
     rng = Random(f"{split} {seed}")
     seen: set[str] = set()
     while n > 0:
-        prompt = make_prompt(rng, verbs)
+        prompt = make_prompt(rng)
         if split_of(prompt) != split or prompt in seen:
             continue
         if distinct:
