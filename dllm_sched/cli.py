@@ -1,0 +1,713 @@
+"""The command line: ``dllm-sched simulate | compare | tune``, also ``python -m dllm_sched``.
+
+Try a policy on traffic in virtual time before it serves anybody. Exit codes: 0 all went well; 2 the
+arguments cannot work (one line on stderr says why); 3 the answer is that no policy keeps up.
+
+A TOML file (``--config``) may hold the same options by their long names, and ``policies``, a list
+of tables with the ``name`` of a preset and its arguments; what the command line says wins::
+
+    work = "gsm8k"
+    load = 0.8
+    policies = [{ name = "fixed_fill", batch_size = 16, timeout_s = 2.0 }]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import attrs
+
+from dllm_sched.capacity import Capacity, GrowingKV
+from dllm_sched.errors import ConfigError, DllmSchedError
+from dllm_sched.policies.base import Policy
+from dllm_sched.policies.presets import PRESETS, by_name
+
+if TYPE_CHECKING:
+    from dllm_sched.sim.arrivals import Arrivals
+    from dllm_sched.sim.service import ServiceModel
+    from dllm_sched.sim.shapes import Shapes
+    from dllm_sched.sim.tuning import Requests
+
+__all__ = ["main"]
+
+_INF = math.inf
+_BOUND_REQUESTS = 200_000  # above it the bound takes more memory than the run
+_WORKLOADS = ("poisson", "mmpp", "gamma", "weibull", "servegen", "trace")
+_LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line on stderr, whatever is wrong."""
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
+    parser = _Parser(prog="dllm-sched", description=(__doc__ or "").split("\n\n")[1])
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    one = commands.add_parser("simulate", help="run one policy in virtual time")
+    _add_policy(one)
+    several = commands.add_parser("compare", help="run several policies on the same arrivals")
+    several.add_argument(
+        "--policy",
+        action="append",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="a preset and its arguments, e.g. fixed_fill:timeout_s=2; may be given several times "
+        "(default: every preset that needs no more than a batch size)",
+    )
+    several.add_argument("--batch-size", type=int, default=16, help="slots, and rows of a policy")
+    search = commands.add_parser("tune", help="search policy, batch size and timeout")
+    search.add_argument("--p99", type=float, metavar="S", help="p99 latency to stay within, s")
+    search.add_argument("--presets", help="to try, comma-separated")
+    search.add_argument("--batch-sizes", help="to try, comma-separated (default: 1,2,4,...,64)")
+    search.add_argument("--timeouts", help="of fixed_fill to try, s, comma-separated")
+    for command in (one, several, search):
+        _add_traffic(command)
+        _add_engine(command)
+        _add_output(command)
+    return parser, {"simulate": one, "compare": several, "tune": search}
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("policy")
+    group.add_argument("--preset", default="continuous", help=", ".join(sorted(PRESETS)))
+    group.add_argument("--batch-size", type=int, default=16, help="rows, and the engine's slots")
+    group.add_argument("--timeout", type=float, metavar="S", help="of fixed_fill, seconds")
+
+
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("traffic")
+    group.add_argument("--workload", default="poisson", help=" | ".join(_WORKLOADS))
+    group.add_argument("--rate", type=float, help="mean arrivals, requests per second")
+    group.add_argument("--load", type=float, help="or else as a share of the policy's capacity")
+    group.add_argument("--requests", type=int, help="how many (default: 20,000; traces: all)")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument(
+        "--mmpp",
+        default="50,120,0.2,0.6",
+        metavar="A,B,QA,QB",
+        help="rates of two states and how often each is left per second; scaled to --rate",
+    )
+    group.add_argument("--cv", type=float, default=2.0, help="of gaps, for gamma and weibull")
+    group.add_argument("--trace", metavar="FILE", help="CSV, or a shipped trace's name")
+    group.add_argument("--speedup", type=float, help="of a trace")
+    group.add_argument("--jitter", type=float, default=0.0, metavar="S", help="of a trace")
+    group.add_argument("--max-prompt", type=int, help="cut a trace's prompts, tokens")
+    group.add_argument("--max-output", type=int, help="cut a trace's outputs, tokens")
+    group.add_argument(
+        "--work",
+        default="gsm8k",
+        help="gsm8k | blocks:N | geometric:MEAN,HIGH (blocks) | steps:FILE (one count a line)",
+    )
+    group.add_argument("--prompt", type=int, help="prompt length of generated work, tokens")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--service",
+        default="constant:0.0241",
+        help="seconds of a step: constant:S | linear:BASE,ROW,TOKEN | table:FILE "
+        "(rows,tokens,seconds); default: 24.1 ms, measured on an H200 (arXiv 2608.23807)",
+    )
+    group.add_argument("--pages", type=int, help="KV pages; default: no memory limit")
+    group.add_argument("--page-size", type=int, default=16, help="tokens of a page")
+    group.add_argument(
+        "--max-waiting", type=int, default=100_000, help="longer queues end a run as unstable"
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    group.add_argument("--plot", metavar="FILE", help="write a picture: .png, .svg or .pdf")
+    group.add_argument("--progress", action="store_true", help="on stderr; default on a terminal")
+    group.add_argument("--config", metavar="TOML", help="options from a file")
+
+
+def _configured(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse; what the file says is the default of what the command line does not."""
+    parser, commands = _parser()
+    options = parser.parse_args(arguments)
+    policies: list[tuple[str, dict[str, Any]]] = []
+    if options.config is not None:
+        values = _read(options.config)
+        policies = _policies(values.pop("policies", []), options.config)
+        known = sorted(set(vars(options)) - {"command", "config"})
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"--config {options.config}: unknown key {key!r} for {options.command}; known: "
+                    f"{', '.join(known)}, policies"
+                )
+        for names in (("rate", "load"), ("policy",)):
+            if any(getattr(options, name, None) is not None for name in names):
+                values = {key: value for key, value in values.items() if key not in names}
+        commands[options.command].set_defaults(**values)
+        options = parser.parse_args(arguments)
+    if options.workload not in _WORKLOADS:
+        raise ConfigError(f"workload: one of {', '.join(_WORKLOADS)}, got {options.workload!r}")
+    given = {each.partition("=")[0] for each in arguments}
+    options.policies = [] if {"--preset", "--policy"} & given else policies
+    return options
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read a TOML file: ``policies`` as it is, flags, lists of strings, and the rest as text."""
+    try:
+        with Path(path).open("rb") as file:
+            found = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if name in ("json", "progress") and not isinstance(value, bool):
+            raise ConfigError(f"--config {path}: {key!r} must be true or false, got {value!r}")
+        if name == "policy" and isinstance(value, str):
+            values[name] = [value]
+        elif name in ("policies", "policy") or isinstance(value, bool):
+            values[name] = value
+        elif isinstance(value, dict):
+            raise ConfigError(f"--config {path}: {key!r} must be a plain value, got a table")
+        elif isinstance(value, list):
+            values[name] = ",".join(str(each) for each in value)
+        else:
+            values[name] = str(value)  # argparse reads it as it reads an argument
+    return values
+
+
+def _policies(found: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise ConfigError(f"--config {path}: policies must be a list of tables")
+    policies = []
+    for table in found:
+        arguments = dict(table)
+        name = arguments.pop("name", None)
+        if not isinstance(name, str):
+            raise ConfigError(f"--config {path}: a policy needs the name of a preset: {table!r}")
+        by_name(name, **arguments)  # refuses what is unknown
+        policies.append((name, arguments))
+    return policies
+
+
+def _numbers(text: str, option: str, count: int | None = None) -> list[float]:
+    try:
+        numbers = [float(each) for each in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option}: numbers expected, got {text!r}") from None
+    if count is not None and len(numbers) != count:
+        raise ConfigError(f"{option}: {count} numbers expected, got {text!r}")
+    return numbers
+
+
+def _whole_numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(each) for each in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option}: whole numbers expected, got {text!r}") from None
+
+
+# --- from options to objects ----------------------------------------------------------------------
+
+
+def _shapes(options: argparse.Namespace) -> Shapes:
+    from dllm_sched.sim.lengths import Fixed, Geometric, Histogram  # noqa: PLC0415
+    from dllm_sched.sim.shapes import Shapes, gsm8k  # noqa: PLC0415
+
+    kind, _, text = options.work.partition(":")
+    prompt = Fixed(76 if options.prompt is None else options.prompt)
+    if options.work == "gsm8k":
+        return gsm8k(prompt)
+    if kind == "blocks":
+        return Shapes(Fixed(_whole_numbers(text, "--work blocks")[0]), prompt=prompt)
+    if kind == "geometric":
+        mean, high = _numbers(text, "--work geometric", 2)
+        return Shapes(Geometric(mean, int(high)), prompt=prompt)
+    if kind == "steps":
+        try:
+            lines = Path(text).read_text(encoding="utf-8").split()
+            counts = [int(line) for line in lines]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--work {options.work}: {error}") from error
+        if not counts:
+            raise ConfigError(f"--work {options.work}: the file holds no counts")
+        return Shapes(Histogram.of(counts), unit="steps", prompt=prompt)
+    raise ConfigError(
+        f"--work: gsm8k, blocks:N, geometric:MEAN,HIGH or steps:FILE expected, got {options.work!r}"
+    )
+
+
+def _service(options: argparse.Namespace) -> ServiceModel:
+    from dllm_sched.sim.service import Constant, Linear, fit_table, load_samples  # noqa: PLC0415
+
+    kind, _, text = options.service.partition(":")
+    if kind == "constant":
+        return Constant(*_numbers(text, "--service constant", 1))
+    if kind == "linear":
+        return Linear(*_numbers(text, "--service linear", 3))
+    if kind == "table":
+        return fit_table(load_samples(text)).model
+    raise ConfigError(
+        "--service: constant:S, linear:BASE,ROW,TOKEN or table:FILE expected, got "
+        f"{options.service!r}"
+    )
+
+
+def _arrivals(options: argparse.Namespace, rate: float) -> Arrivals:
+    from dllm_sched.sim.arrivals import (  # noqa: PLC0415
+        MMPP,
+        GammaRenewal,
+        Poisson,
+        WeibullRenewal,
+    )
+    from dllm_sched.sim.workloads import servegen_clients  # noqa: PLC0415
+
+    if options.workload == "gamma":
+        return GammaRenewal(rate, options.cv)
+    if options.workload == "weibull":
+        return WeibullRenewal(rate, cv=options.cv)
+    if options.workload == "mmpp":
+        first, second, leave_first, leave_second = _numbers(options.mmpp, "--mmpp", 4)
+        return MMPP.two_state(
+            first, second, leave_first=leave_first, leave_second=leave_second
+        ).at_rate(rate)
+    if options.workload == "servegen":
+        return servegen_clients().at_rate(rate)
+    return Poisson(rate)
+
+
+class _Saturated(NamedTuple):
+    """The same works, whenever they arrive; what a capacity is measured with."""
+
+    shapes: Shapes
+    seed: int
+
+    def requests(self) -> Requests:
+        from dllm_sched.sim.arrivals import Poisson  # noqa: PLC0415
+        from dllm_sched.sim.workloads import OpenLoop  # noqa: PLC0415
+
+        return OpenLoop(Poisson(1.0), self.shapes, seed=self.seed)
+
+
+class _Traffic:
+    """The workload that the options describe, at any rate."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self._trace: Requests | None = None
+        if (options.workload == "trace") != (options.trace is not None):
+            raise ConfigError("--workload trace and --trace FILE go together")
+        for name in ("rate", "load", "speedup"):
+            value = getattr(options, name)
+            if value is not None and not 0 < value < _INF:
+                raise ConfigError(f"--{name} must be a positive finite number, got {value!r}")
+        if options.rate is not None and options.load is not None:
+            raise ConfigError("--rate and --load exclude each other")
+        if options.workload != "trace":
+            if options.speedup is not None:
+                raise ConfigError("--speedup is for --workload trace; use --rate")
+            if options.rate is None and options.load is None:
+                raise ConfigError("--rate or --load is needed (a trace brings its own)")
+            self._shapes = _shapes(options)
+            return
+        if options.speedup is not None and (options.rate or options.load):
+            raise ConfigError("--speedup, --rate and --load exclude each other")
+        self._trace = self._load_trace()
+
+    def _load_trace(self) -> Requests:
+        from dllm_sched.sim.workloads import Trace, shipped_traces  # noqa: PLC0415
+
+        options = self.options
+        settings: dict[str, Any] = {
+            "speedup": options.speedup or 1.0,
+            "max_prompt_len": options.max_prompt,
+            "max_output_len": options.max_output,
+            "jitter_s": options.jitter,
+            "seed": options.seed,
+            "max_requests": options.requests,
+        }
+        if options.trace in shipped_traces():
+            return Trace.shipped(options.trace, **settings)
+        if not Path(options.trace).is_file():
+            raise ConfigError(
+                f"--trace {options.trace}: no such file, and no shipped trace; those are "
+                f"{', '.join(shipped_traces())}"
+            )
+        return Trace(options.trace, **settings)
+
+    def saturated(self) -> Requests:
+        """The works in their order, for measuring a capacity."""
+        if self._trace is not None:
+            return self._trace
+        return _Saturated(self._shapes, self.options.seed).requests()
+
+    def at(self, rate: float | None) -> Requests:
+        """The workload at a mean rate, requests per second; None: a trace's own."""
+        from dllm_sched.sim.tuning import SpedUp, mean_rate  # noqa: PLC0415
+        from dllm_sched.sim.workloads import OpenLoop  # noqa: PLC0415
+
+        options = self.options
+        if self._trace is None:
+            if rate is None:
+                raise ConfigError("--rate or --load is needed")
+            count = 20_000 if options.requests is None else options.requests
+            arrivals = _arrivals(options, rate)
+            return OpenLoop(arrivals, self._shapes, seed=options.seed, max_requests=count)
+        return self._trace if rate is None else SpedUp(self._trace, rate / mean_rate(self._trace))
+
+    def rate(self, capacity_per_s: float) -> float | None:
+        """The rate asked for; None: a trace's own."""
+        if self.options.load is not None:
+            return float(self.options.load) * capacity_per_s
+        rate: float | None = self.options.rate
+        return rate
+
+    def describe(self, rate: float) -> str:
+        """Words for a caption."""
+        options = self.options
+        if self._trace is None:
+            kind = {"poisson": "Poisson", "mmpp": "Markov-modulated Poisson"}
+            name = kind.get(options.workload, options.workload)
+            cv = f" (cv {options.cv:g})" if options.workload in ("gamma", "weibull") else ""
+            what = f"{name} arrivals{cv}, work {options.work}"
+        else:
+            what = f"Trace {Path(options.trace).name}"
+        return f"{what}; {rate:.4g} requests/s; service {options.service}; seed {options.seed}"
+
+
+def _capacity(options: argparse.Namespace, num_slots: int) -> Capacity:
+    if options.pages is None:
+        return Capacity(max_num_seqs=num_slots)
+    memory = GrowingKV(page_size=options.page_size)
+    return Capacity(max_num_seqs=num_slots, num_pages=options.pages, memory=memory)
+
+
+def _takes(preset: str) -> tuple[str, ...]:
+    if preset not in PRESETS:
+        by_name(preset)  # says which there are
+    code = PRESETS[preset].__code__
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _preset(preset: str, arguments: dict[str, Any], batch_size: int) -> Policy:
+    """Build a preset; the batch size goes where the preset takes one."""
+    takes = _takes(preset)
+    if "batch_size" in takes:
+        arguments = {"batch_size": batch_size, **arguments}
+    return by_name(preset, **arguments)
+
+
+def _one_policy(options: argparse.Namespace) -> Policy:
+    if options.policies:
+        if len(options.policies) > 1:
+            raise ConfigError("simulate runs one policy; compare runs several")
+        name, arguments = options.policies[0]
+        options.batch_size = arguments.get("batch_size", options.batch_size)
+        return _preset(name, arguments, options.batch_size)
+    arguments = {}
+    if options.timeout is not None:
+        if "timeout_s" not in _takes(options.preset):
+            raise ConfigError(f"--timeout: {options.preset} has none; fixed_fill has")
+        arguments["timeout_s"] = options.timeout
+    return _preset(options.preset, arguments, options.batch_size)
+
+
+def _several(options: argparse.Namespace) -> dict[str, Policy]:
+    wanted: list[tuple[str, dict[str, Any]]] = list(options.policies)
+    for text in options.policy or ():
+        name, _, rest = text.partition(":")
+        arguments: dict[str, Any] = {}
+        for pair in rest.split(",") if rest else ():
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ConfigError(f"--policy {text}: KEY=VALUE expected, got {pair!r}")
+            number = _numbers(value, f"--policy {text}", 1)[0]
+            arguments[key] = int(number) if number.is_integer() and "." not in value else number
+        wanted.append((name, arguments))
+    if not wanted:
+        wanted = [(name, {}) for name in ("continuous", "block_refill", "fixed_fill")]
+    found = {}
+    for name, arguments in wanted:
+        inside = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        found[f"{name}({inside})" if inside else name] = _preset(
+            name, arguments, options.batch_size
+        )
+    return found
+
+
+# --- progress -------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """One line on stderr that is written over; nothing unless wanted."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._on = options.progress or (sys.stderr.isatty() and not options.json)
+        self._wrote = False
+
+    def say(self, text: str) -> None:
+        if self._on:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            self._wrote = True
+
+    def arrivals(self, count: int, now: float) -> None:
+        self.say(f"{count:,} requests, {now:,.0f} s of virtual time")
+
+    def done(self) -> None:
+        if self._wrote:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _print(options: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
+    print(json.dumps(figures, allow_nan=False) if options.json else text)
+
+
+def _too_fast(rate: float, capacity_per_s: float) -> str:
+    return (
+        f"unstable: {rate:.4g} requests/s arrive, the policy serves {capacity_per_s:.4g}: the "
+        "queue grows without bound; the latencies say how long the run was, not what they would be"
+    )
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
+    from dllm_sched.sim.recording import QueueTrace, SlotTimeline, StepHistogram  # noqa: PLC0415
+    from dllm_sched.sim.report import table  # noqa: PLC0415
+    from dllm_sched.sim.simulate import simulate  # noqa: PLC0415
+    from dllm_sched.sim.tuning import latency_bound, mean_rate, saturated_rate  # noqa: PLC0415
+
+    policy = _one_policy(options)
+    capacity = _capacity(options, options.batch_size)
+    service = _service(options)
+    traffic = _Traffic(options)
+    progress.say("measuring the policy's capacity")
+    capacity_per_s = saturated_rate(
+        traffic.saturated(), policy=policy, capacity=capacity, service=service
+    )
+    rate = traffic.rate(capacity_per_s)
+    workload = traffic.at(rate)
+    if rate is None:
+        rate = mean_rate(workload)
+    slots = SlotTimeline(max_spans=8 * options.batch_size)
+    trace = QueueTrace(capacity, max_samples=300)
+    histogram = StepHistogram()
+    result = simulate(
+        workload,
+        policy=policy,
+        capacity=capacity,
+        service=service,
+        max_waiting=options.max_waiting,
+        observers=(slots, trace, histogram) if options.plot else (),
+        progress=progress.arrivals,
+    )
+    unstable = result.unstable or rate >= capacity_per_s
+    result = attrs.evolve(result, unstable=unstable)
+    bound = None
+    if not unstable and result.counts.submitted <= _BOUND_REQUESTS:
+        progress.say("computing the bound")
+        bound = latency_bound(workload, capacity=capacity, service=service).mean_s
+    progress.done()
+    if options.plot:
+        from dllm_sched.sim import plots  # noqa: PLC0415
+
+        caption = f"{policy.name}, {options.batch_size} slots. {traffic.describe(rate)}."
+        figure = plots.run(
+            caption=caption,
+            spans=slots.spans,
+            trace=trace,
+            histogram=histogram,
+            num_pages=capacity.num_pages,
+            until_s=slots.complete_until_s,
+        )
+        plots.save(figure, options.plot)
+    figures = {
+        **result.figures(),
+        "rate": _plain(rate),
+        "capacity_per_s": capacity_per_s,
+        "load": _plain(rate / capacity_per_s) if capacity_per_s else None,
+        "bound_mean_s": bound,
+        "mean_over_bound": result.mean() / bound if bound and result.num_requests else None,
+        "seed": options.seed,
+    }
+    text = table([result], best_mean_s=bound)
+    text += f"\n{rate:.4g} requests/s of {capacity_per_s:.4g} that the policy can serve"
+    if unstable:
+        text += "\n" + _too_fast(rate, capacity_per_s)
+    _print(options, figures, text)
+    return 3 if unstable else 0
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _compare(options: argparse.Namespace, progress: _Progress) -> int:
+    from dllm_sched.sim.tuning import compare, mean_rate, saturated_rate  # noqa: PLC0415
+
+    policies = _several(options)
+    capacity = _capacity(options, options.batch_size)
+    service = _service(options)
+    traffic = _Traffic(options)
+    capacities = {}
+    for label, policy in policies.items():
+        progress.say(f"measuring the capacity of {label}")
+        capacities[label] = saturated_rate(
+            traffic.saturated(), policy=policy, capacity=capacity, service=service
+        )
+    first = next(iter(capacities.values()))
+    rate = traffic.rate(first)
+    workload = traffic.at(rate)
+    if rate is None:
+        rate = mean_rate(workload)
+    found = compare(
+        policies,
+        workload,
+        capacity=capacity,
+        service=service,
+        max_waiting=options.max_waiting,
+        bound=(options.requests or 0) <= _BOUND_REQUESTS,
+        progress=progress.arrivals,
+    )
+    results = {
+        label: attrs.evolve(result, unstable=result.unstable or rate >= capacities[label])
+        for label, result in found.results.items()
+    }
+    found = attrs.evolve(found, results=results)
+    if options.plot:
+        _plot_comparison(options, policies, capacity, service, traffic, capacities, progress)
+    progress.done()
+    rows = [{**row, "capacity_per_s": capacities[row["label"]]} for row in found.figures()]
+    figures = {
+        "rate": _plain(rate),
+        "bound_mean_s": None if found.bound is None else found.bound.mean_s,
+        "seed": options.seed,
+        "policies": rows,
+        "unstable": all(row["unstable"] for row in rows),
+    }
+    text = f"{found.table()}\n{traffic.describe(rate)}"
+    for label, result in results.items():
+        if result.unstable:
+            text += f"\n{label}: {_too_fast(rate, capacities[label])}"
+    _print(options, figures, text)
+    return 3 if figures["unstable"] else 0
+
+
+def _plot_comparison(
+    options: argparse.Namespace,
+    policies: dict[str, Policy],
+    capacity: Capacity,
+    service: ServiceModel,
+    traffic: _Traffic,
+    capacities: dict[str, float],
+    progress: _Progress,
+) -> None:
+    from dllm_sched.sim import plots  # noqa: PLC0415
+    from dllm_sched.sim.simulate import simulate  # noqa: PLC0415
+    from dllm_sched.sim.tuning import latency_bound  # noqa: PLC0415
+
+    most = max(capacities.values())
+    curves: dict[str, list[tuple[float, Any]]] = {label: [] for label in policies}
+    bound = []
+    for load in _LOADS:
+        rate = load * most
+        workload = traffic.at(rate)
+        bound.append((rate, latency_bound(workload, capacity=capacity, service=service).mean_s))
+        for label, policy in policies.items():
+            if rate < capacities[label]:
+                progress.say(f"{label} at {rate:.4g} requests/s")
+                result = simulate(workload, policy=policy, capacity=capacity, service=service)
+                curves[label].append((rate, result))
+    caption = traffic.describe(options.rate or _LOADS[0] * most).split("; ")
+    caption[1] = f"{options.batch_size} slots, {options.requests or 20_000:,} requests at each load"
+    figure = plots.latency_against_load(curves, caption="; ".join(caption) + ".", bound=bound)
+    plots.save(figure, options.plot)
+
+
+def _tune(options: argparse.Namespace, progress: _Progress) -> int:
+    from dllm_sched.sim.tuning import saturated_rate, tune  # noqa: PLC0415
+
+    sizes = (
+        [1, 2, 4, 8, 16, 32, 64]
+        if options.batch_sizes is None
+        else _whole_numbers(options.batch_sizes, "--batch-sizes")
+    )
+    presets = ("continuous", "block_refill", "fixed_fill")
+    if options.presets is not None:
+        presets = tuple(options.presets.split(","))
+        for name in presets:
+            _takes(name)
+    timeouts = None if options.timeouts is None else _numbers(options.timeouts, "--timeouts")
+    engine = _capacity(options, max(sizes))
+    service = _service(options)
+    if options.requests is None and options.workload != "trace":
+        options.requests = 4000
+    traffic = _Traffic(options)
+    rate = traffic.rate(0.0)
+    if options.load is not None:
+        policy = by_name("continuous", batch_size=engine.max_num_seqs)
+        rate = traffic.rate(
+            saturated_rate(traffic.saturated(), policy=policy, capacity=engine, service=service)
+        )
+    found = tune(
+        traffic.at(rate),
+        service=service,
+        target_p99_s=options.p99,
+        engine=engine,
+        batch_sizes=sizes,
+        presets=presets,
+        timeouts_s=timeouts,
+        progress=lambda done, of, last: progress.say(f"{done} of {of}: {last.candidate}"),
+    )
+    progress.done()
+    if options.plot:
+        from dllm_sched.sim import plots  # noqa: PLC0415
+
+        caption = traffic.describe(found.rate) + "."
+        plots.save(plots.tuning_frontier(found, caption=caption), options.plot)
+    figures = {**found.figures(), "unstable": all(t.p99_s == _INF for t in found.tried)}
+    text = found.answer
+    if found.frontier:
+        text = f"{found.table()}\n{text}"
+    if found.code is not None:
+        text += f"\n{found.code}"
+    _print(options, figures, text)
+    return 0 if found.recommended is not None else 3
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace, _Progress], int]] = {
+    "simulate": _simulate,
+    "compare": _compare,
+    "tune": _tune,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: Without the program's name; None: this process's.
+
+    Returns:
+        The exit code: 0, 2 (arguments) or 3 (no policy keeps up, or meets the target).
+    """
+    try:
+        options = _configured(sys.argv[1:] if arguments is None else arguments)
+        return _COMMANDS[options.command](options, _Progress(options))
+    except (DllmSchedError, ImportError) as error:
+        message = " ".join(str(error).split())
+        print(f"dllm-sched: error: {message}", file=sys.stderr)
+        return 2
