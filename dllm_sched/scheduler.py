@@ -150,6 +150,63 @@ class Scheduler:
         ConfigError: If the policy can never work within the capacity.
     """
 
+    # Slots: an instance with this many attributes in a dict finds each of them by hashing.
+    __slots__ = (
+        "_asking",
+        "_batch_knobs",
+        "_batch_knobs_until",
+        "_blocked",
+        "_boundaries",
+        "_by_reason",
+        "_capacity",
+        "_clock",
+        "_counted_steps",
+        "_dirty",
+        "_draining",
+        "_due_at",
+        "_events",
+        "_expiries",
+        "_finished",
+        "_flight_progress",
+        "_flight_views",
+        "_in_flight",
+        "_joined",
+        "_jump_step",
+        "_knob_boundaries",
+        "_knob_expiries",
+        "_limit_step",
+        "_next_step_id",
+        "_now",
+        "_num_blocks",
+        "_num_failed_steps",
+        "_num_finished",
+        "_num_preempted",
+        "_num_rejected",
+        "_num_rounds",
+        "_num_submitted",
+        "_observers",
+        "_paused",
+        "_progressed",
+        "_queue",
+        "_quiet_until",
+        "_recheck_step",
+        "_released",
+        "_retired",
+        "_round_step",
+        "_row_steps",
+        "_rows",
+        "_running",
+        "_short",
+        "_stop_step",
+        "_unobserved",
+        "_views",
+        "_wake_at",
+        "_wasted",
+        "_watch",
+        "_watch_steps",
+        "_zombies",
+    )
+
     def __init__(
         self,
         *,
@@ -193,6 +250,7 @@ class Scheduler:
         self._due_at = _INF
         self._recheck_step = _INF  # completed steps after which admission may answer otherwise
         self._limit_step = _INF  # completed steps after which a step cap may be met
+        self._jump_step = -_INF  # completed steps up to which the batch in flight may jump
         self._blocked: tuple[RequestView, BlockedBy] | None = None
         self._progressed = False  # this call has committed something
 
@@ -349,8 +407,9 @@ class Scheduler:
             batch: The batch in flight.
             outcome: What happened; rows it does not name advanced by ``steps``.
             now: Seconds.
-            steps: Steps taken at once, 1 <= steps <= ``horizon().steps``; the outcome belongs to
-                the last of them.
+            steps: Steps taken at once, at most those of the ``horizon`` that the batch was handed
+                out with; the outcome belongs to the last of them. Who takes several ends them at
+                the first step during which input came that made ``horizon().steps`` 1.
 
         Raises:
             EngineProtocolError: If ``batch`` is not the one in flight, or ``steps`` is out of
@@ -918,10 +977,12 @@ class Scheduler:
             and not self._joined
         )
         self._quiet_until = _INF if repeatable else -_INF
+        stop_step = min(self._limit_step, self._recheck_step)
+        self._jump_step = stop_step if repeatable and not self._flight_progress else -_INF
         if self._watch_steps or self._flight_progress or chosen is not None:
             self._stop_step = -_INF
         else:
-            self._stop_step = min(self._limit_step, self._recheck_step)
+            self._stop_step = stop_step
         batch: StepBatch = _new(
             StepBatch, (self._next_step_id, now, rows, joined, batch_knobs, hints)
         )
@@ -1400,7 +1461,7 @@ class Scheduler:
     def _check_steps(self, steps: int) -> None:
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise EngineProtocolError(f"complete_step: steps must be an int >= 1, got {steps!r}")
-        most = self.horizon().steps
+        most = max(1, self._jump_step - self._clock.steps)
         if steps > most:
             raise EngineProtocolError(
                 f"complete_step: {steps} steps at once, but a decision may change after {most} "

@@ -360,7 +360,8 @@ class _Run:
         while self.coming is not None and self.coming[0] < end:
             at = self.coming[0]
             self._submit()
-            if steps > 1 and scheduler.horizon().steps <= 1:  # it may join at the next step
+            last = self.coming is None and self.loop is None  # the drain begins after this step
+            if steps > 1 and (last or scheduler.horizon().steps <= 1):  # or it may join after it
                 steps = min(steps, self._steps_to(at, start, step_s))
                 end = start + steps * step_s
         self.now = end
