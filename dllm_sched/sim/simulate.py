@@ -310,7 +310,7 @@ class _Run:
                 self._later(arrival)
         else:
             self.source = iter(workload)
-        self._advance()
+            self._advance()
         scheduler = self.scheduler
         while True:
             while self.coming is not None and self.coming[0] <= self.now:

@@ -173,7 +173,7 @@ def test_an_unstable_run_is_said_not_left_to_grow() -> None:
         max_waiting=500,
     )
     assert result.unstable
-    assert result.counts.waiting == 501
+    assert result.counts.waiting > 500
 
 
 def test_work_left_behind_by_a_finish_reason_is_told_apart() -> None:
