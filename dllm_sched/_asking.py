@@ -40,6 +40,42 @@ class Asking:
     The flags say which hooks anybody answers; what nobody answers is never called.
     """
 
+    # Slots: an instance with this many attributes in a dict finds each of them by hashing.
+    __slots__ = (
+        "_key_length",
+        "_observing",
+        "accept",
+        "admit",
+        "batch_knobs",
+        "due",
+        "due_every_step",
+        "every_step",
+        "hints",
+        "joined",
+        "key",
+        "knobs",
+        "knobs_at_blocks",
+        "limits",
+        "may_raise",
+        "needs_blocks",
+        "needs_lanes",
+        "needs_length",
+        "needs_progress",
+        "needs_rows",
+        "observed",
+        "phases",
+        "policy",
+        "recheck",
+        "repeats_batches",
+        "sees_rounds",
+        "select",
+        "settle",
+        "shapes_batches",
+        "states",
+        "victims",
+        "victims_every_step",
+    )
+
     def __init__(self, policy: Policy, capacity: Capacity, previous: Asking | None = None) -> None:
         if not isinstance(policy, Policy):
             raise ConfigError(

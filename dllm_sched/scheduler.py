@@ -152,6 +152,7 @@ class Scheduler:
 
     # Slots: an instance with this many attributes in a dict finds each of them by hashing.
     __slots__ = (
+        "__weakref__",
         "_asking",
         "_batch_knobs",
         "_batch_knobs_until",
