@@ -7,7 +7,7 @@ The core owns correctness. Whatever a strategy raises, and whatever nonsense it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dllm_sched.batch import Knobs
@@ -63,7 +63,6 @@ class Asking:
         "needs_progress",
         "needs_rows",
         "observed",
-        "phases",
         "policy",
         "recheck",
         "repeats_batches",
@@ -106,7 +105,6 @@ class Asking:
         self.knobs_at_blocks = self.knobs and "blocks" in policy.control.needs
         self.batch_knobs = policy.control.asks("batch_knobs")
         self.hints = policy.control.asks("hints")
-        self.phases = self.select or self.settle
         self.sees_rounds = (
             self.admit
             or self.joined
@@ -240,17 +238,12 @@ class Asking:
                 f"select returned {chosen[0]!r}, not phases; to choose rows declare "
                 'needs = frozenset({"rows"})'
             )
-        self._check_rows("select", chosen, is_running)
-        return ALL, tuple(sorted(chosen, key=lambda view: view.slot))  # a set has no order
-
-    def _check_rows(
-        self, hook: str, rows: Sequence[Any], is_running: Callable[[Any], bool]
-    ) -> None:
         seen: set[int] = set()
-        for view in rows:
+        for view in chosen:
             if not is_running(view) or view.sequence in seen:
-                raise self.wrong(f"{hook} must return running rows, each once; got {view!r}")
+                raise self.wrong(f"select must return running rows, each once; got {view!r}")
             seen.add(view.sequence)
+        return ALL, tuple(sorted(chosen, key=lambda view: view.slot))  # a set has no order
 
     # --- eviction -----------------------------------------------------------------------------
 
@@ -271,25 +264,27 @@ class Asking:
 
     def chosen_victims(
         self, need_pages: int, round: Round, is_running: Callable[[Any], bool]
-    ) -> list[tuple[RequestView, Preempt | FinishReason]]:
-        """Ask who must leave."""
+    ) -> Iterator[tuple[RequestView, Preempt | FinishReason]]:
+        """Ask who must leave; each is asked for when the caller needs one more."""
+        seen: set[int] = set()
         try:
-            answer = list(self.policy.eviction.victims(self.states[_EVICTION], need_pages, round))
+            for one in self.policy.eviction.victims(self.states[_EVICTION], need_pages, round):
+                if (
+                    not isinstance(one, tuple)
+                    or len(one) != 2
+                    or not isinstance(one[1], Preempt | FinishReason)
+                ):
+                    raise self.wrong(
+                        f"victims must be (row, KEEP | RESTART | finish reason), got {one!r}"
+                    )
+                if not is_running(one[0]) or one[0].sequence in seen:
+                    raise self.wrong(f"victims must return running rows, each once; got {one[0]!r}")
+                seen.add(one[0].sequence)
+                yield one
         except DllmSchedError:
             raise
         except Exception as error:
             raise self.error("eviction.victims", error) from error
-        for one in answer:
-            if (
-                not isinstance(one, tuple)
-                or len(one) != 2
-                or not isinstance(one[1], Preempt | FinishReason)
-            ):
-                raise self.wrong(
-                    f"victims must be (row, KEEP | RESTART | finish reason), got {one!r}"
-                )
-        self._check_rows("victims", [row for row, _ in answer], is_running)
-        return answer
 
     # --- control ------------------------------------------------------------------------------
 

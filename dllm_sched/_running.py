@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -152,6 +152,27 @@ class KeyRows:
         return rows, tuple(chosen)
 
 
+class PhaseCounts(Mapping[Phase, int]):
+    """Rows per phase, counted when somebody looks. O(batch_keys) a look."""
+
+    __slots__ = ("_keys",)
+
+    def __init__(self, keys: dict[Hashable, KeyRows]) -> None:
+        self._keys = keys
+
+    def __getitem__(self, phase: Phase) -> int:
+        if not isinstance(phase, Phase):
+            raise KeyError(phase)
+        cohorts = (key_rows.cohorts.get(phase) for key_rows in self._keys.values())
+        return sum(len(cohort.rows) for cohort in cohorts if cohort is not None)
+
+    def __iter__(self) -> Iterator[Phase]:
+        return iter(_PHASES)
+
+    def __len__(self) -> int:
+        return len(_PHASES)
+
+
 class RunningSet:
     """Slots, pages and cohorts. Knows no queue, no policy and no time."""
 
@@ -164,6 +185,7 @@ class RunningSet:
         "_keeps_counts",
         "_lengths",
         "_served",
+        "by_phase",
         "capacity",
         "clock",
         "free_pages",
@@ -187,6 +209,7 @@ class RunningSet:
         self.tokens = 0  # sum of the rows' max_tokens
         self.num_joined = 0  # ever
         self.keys: dict[Hashable, KeyRows] = {}
+        self.by_phase = PhaseCounts(self.keys)
         self.turns: deque[KeyRows] = deque()
         self._served: KeyRows | None = None
         self.stepping: tuple[Cohort, ...] = ()  # the cohorts that follow the clock
@@ -345,14 +368,6 @@ class RunningSet:
     def by_lane(self) -> dict[Lane, int]:
         """Rows per lane. O(lanes)."""
         return dict(self._by_lane)
-
-    def by_phase(self) -> dict[Phase, int]:
-        """Rows per phase. O(batch_keys)."""
-        counts = dict.fromkeys(_PHASES, 0)
-        for key_rows in self.keys.values():
-            for phase, cohort in key_rows.cohorts.items():
-                counts[phase] += len(cohort.rows)
-        return counts
 
     def longest(self) -> int:
         """The longest ``max_total_tokens`` among the rows, 0 if none. Amortised O(log n)."""

@@ -81,7 +81,7 @@ def _duration(request: Request, field: attrs.Attribute[float], value: object) ->
         )
 
 
-def _identifier(request: Any, field: attrs.Attribute[str], value: object) -> None:
+def _identifier(_request: Any, field: attrs.Attribute[str], value: object) -> None:
     if not isinstance(value, str) or not value:
         raise ConfigError(f"request: {field.name} must be a non-empty str, got {value!r}")
 

@@ -585,9 +585,11 @@ class Scheduler:
         Rows above a smaller limit run on; nobody joins until there is room again. A waiting
         request that could not run alone any more ends with ``ERROR`` when its turn comes.
 
+        The policy is not asked whether it suits: a smaller limit for a while must not fail.
+
         Raises:
-            ConfigError: If the policy can never work within it, or if the memory model or
-                ``window_blocks`` changes while requests are active.
+            ConfigError: If the memory model or ``window_blocks`` changes while requests are
+                active.
             ClockError: If ``now`` is not finite or went backward.
         """
         if not self._now <= now < _INF:
@@ -910,7 +912,7 @@ class Scheduler:
                 running.longest() if asking.needs_length else 0,
                 queue.by_lane() if asking.needs_lanes else _EMPTY,
                 running.by_lane() if asking.needs_lanes else _EMPTY,
-                running.by_phase() if asking.phases else _EMPTY,
+                running.by_phase,
             ),
         )
         return view
@@ -951,6 +953,8 @@ class Scheduler:
         if asking.shapes_batches:
             if round is None:
                 round = self._new_round(now)
+            elif round.num_joined:
+                round.view = self._view(now)  # those who joined are rows now
             if asking.select:
                 phases, chosen = asking.selection(round, self._is_running)
         key_rows, rows, cohorts, chosen = running.take_turn(phases, chosen)
@@ -1024,46 +1028,44 @@ class Scheduler:
             Who was sent back, with the key under which it must still be queued.
         """
         asking, running = self._asking, self._running
-        short = [view for view in self._short if view._status is _RUNNING]
-        victims: list[tuple[RequestView, Preempt | FinishReason]] = []
-        lacking = self._lacking(short, victims)
+        wanted = {view: running.lacks(view) for view in self._short if view._status is _RUNNING}
+        lacking = sum(wanted.values()) - running.free_pages if wanted else 0
+        victims: dict[RequestView, Preempt | FinishReason] = {}
+
+        def take(view: RequestView, how: Preempt | FinishReason) -> int:
+            """Note a victim; return the pages that are no longer lacking then."""
+            victims[view] = how
+            return view._num_pages + wanted.pop(view, 0)
+
         if asking.victims_every_step or (asking.victims and lacking > 0):
-            victims = asking.chosen_victims(max(0, lacking), self._new_round(now), self._is_running)
-            lacking = self._lacking(short, victims)
+            need = max(0, lacking)
+            for view, how in asking.chosen_victims(need, self._new_round(now), self._is_running):
+                lacking -= take(view, how)
+                if need and lacking <= 0:
+                    break
         if lacking > 0:
             # The policy freed too little. Youngest first, so that the oldest row always advances:
             # growth can then never send everybody back in turn for ever.
-            gone = {view._sequence for view, _ in victims}
             for view in running.youngest():
-                if view._sequence not in gone:
-                    victims.append((view, Preempt.RESTART))
-                    lacking = self._lacking(short, victims)
+                if view not in victims:
+                    lacking -= take(view, Preempt.RESTART)
                     if lacking <= 0:
                         break
-        keys = [asking.sort_key(view) if isinstance(how, Preempt) else () for view, how in victims]
+        sent_back = [
+            (view, asking.sort_key(view))
+            for view, how in victims.items()
+            if isinstance(how, Preempt)
+        ]
         # nothing below can raise
-        sent_back = []
-        for (view, how), key in zip(victims, keys, strict=True):
+        for view, how in victims.items():
             if isinstance(how, Preempt):
                 self._preempt(view, how)
-                sent_back.append((view, key))
             else:
                 self._retire(view, how)
-        for view in short:
-            if view._status is _RUNNING:
-                running.grow(view, running.lacks(view))
+        for view, pages in wanted.items():
+            running.grow(view, pages)
         self._short.clear()
         return sent_back
-
-    def _lacking(
-        self, short: list[RequestView], victims: list[tuple[RequestView, Preempt | FinishReason]]
-    ) -> int:
-        """Pages that ``short`` still lacks once the victims have left. O(short + victims)."""
-        gone = {view._sequence for view, _ in victims}
-        need = sum(self._running.lacks(view) for view in short if view._sequence not in gone)
-        if not need:
-            return 0
-        return need - self._running.free_pages - sum(view._num_pages for view, _ in victims)
 
     def _renew_knobs(self, now: float) -> None:
         """Ask again for rows whose knobs ran out or, if declared, that crossed a boundary."""

@@ -37,7 +37,7 @@ class SchedulerView(NamedTuple):
     max_length: int = 0  #: longest ``max_total_tokens`` among rows; needs ``max_length``
     waiting_by_lane: Mapping[Lane, int] = _NO_COUNTS  #: needs ``lanes``
     running_by_lane: Mapping[Lane, int] = _NO_COUNTS  #: needs ``lanes``
-    running_by_phase: Mapping[Phase, int] = MappingProxyType({})
+    running_by_phase: Mapping[Phase, int] = MappingProxyType({})  #: counted when looked at
 
 
 class BlockedBy(enum.Enum):

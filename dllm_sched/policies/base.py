@@ -216,8 +216,9 @@ class Eviction(Strategy):
     def victims(self, state: Any, need_pages: int, round: Round) -> Iterable[Victim]:
         """Return (row, ``KEEP``, ``RESTART`` or a finish reason) for each row that must leave.
 
-        Asked when the running rows need ``need_pages`` more than there are, and with 0 at every
-        step if ``every_step`` is declared.
+        Asked when the running rows need ``need_pages`` more than there are: name rows in order of
+        preference (a generator will do), they are taken one by one until the others have enough.
+        Also asked at every step if ``every_step`` is declared; with 0, all that are named go.
         """
         return ()
 

@@ -62,12 +62,7 @@ class YoungestFirst(Eviction):
     keep: bool = False
 
     def victims(self, state: Any, need_pages: int, round: Round) -> Iterable[Victim]:
-        """Return the youngest rows that hold ``need_pages`` pages together. O(victims)."""
-        how = KEEP if self.keep else RESTART
-        chosen: list[Victim] = []
-        for rv in round.youngest_first():
-            if need_pages <= 0:
-                break
-            chosen.append((rv, how))
-            need_pages -= rv.num_pages
-        return chosen
+        """Name rows, youngest first, as long as pages are lacking. O(1) for each one taken."""
+        if need_pages > 0:
+            how = KEEP if self.keep else RESTART
+            yield from ((rv, how) for rv in round.youngest_first())

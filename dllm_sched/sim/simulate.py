@@ -1,5 +1,4 @@
-"""The virtual-time driver: the live ``Scheduler``, an engine that only counts, and a clock that
-jumps.
+"""The virtual-time driver: the live ``Scheduler``, an engine that counts, a clock that jumps.
 
 Not one line of scheduling logic stands here. The engine knows of each row after how many steps its
 blocks end (``Work``); the driver asks the scheduler how long its decision holds (``horizon``) and
@@ -213,7 +212,7 @@ def simulate(
     return run.serve(workload, until_s)
 
 
-def _plain_request(request_id: str, work: Work, arrival_s: float) -> Request:
+def _plain_request(request_id: str, work: Work, _arrival_s: float) -> Request:
     return Request(
         request_id,
         prompt_len=work.prompt_len,

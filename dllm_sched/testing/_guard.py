@@ -7,6 +7,7 @@ whatever name it was imported under, and other threads go on undisturbed.
 from __future__ import annotations
 
 import datetime as dt
+import gc
 import os
 import random
 import sys
@@ -104,6 +105,9 @@ def watching(arguments: list[Any]) -> Iterator[Watch]:
     _current.append(watch)
     previous: Any = sys.getprofile()
     free = previous is None or callable(previous)  # a profiler in C could not be put back
+    # A collection may call others' hooks (hypothesis times its own), which are not the strategy's.
+    collects = gc.isenabled()
+    gc.disable()
     if free:
         sys.setprofile(watch._profile)
     try:
@@ -111,6 +115,8 @@ def watching(arguments: list[Any]) -> Iterator[Watch]:
     finally:
         if free:
             sys.setprofile(previous)
+        if collects:
+            gc.enable()
         _current.pop()
         for one, view in rounds:
             one.__class__ = Round

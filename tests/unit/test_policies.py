@@ -598,19 +598,7 @@ def test_the_youngest_goes_back_when_memory_runs_out(eviction, kept):
     assert desk.scheduler.stats().free_pages == 1
 
 
-LEAST = pytest.mark.parametrize(
-    "eviction",
-    [
-        Eviction(),
-        pytest.param(
-            YoungestFirst(),
-            marks=pytest.mark.xfail(
-                reason="need_pages counts what the victims themselves wanted", strict=True
-            ),
-        ),
-    ],
-    ids=repr,
-)
+LEAST = pytest.mark.parametrize("eviction", [Eviction(), YoungestFirst()], ids=repr)
 
 
 @LEAST
