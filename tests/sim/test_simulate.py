@@ -199,7 +199,7 @@ def test_bad_arguments_are_named() -> None:
         )
 
     work = Work(10, 32, 32, 1, 1, (1,))
-    with pytest.raises(ConfigError, match="in order, got 1.0 after 2.0"):
+    with pytest.raises(ConfigError, match=r"in order, got 1\.0 after 2\.0"):
         run([(2.0, work), (1.0, work)])
     with pytest.raises(ConfigError, match="finite and in order"):
         run([(float("nan"), work)])
