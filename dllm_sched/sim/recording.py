@@ -109,8 +109,9 @@ class Sample(NamedTuple):
 class QueueTrace:
     """Queue length, rows and KV pages over time, exact in the mean however coarse.
 
-    Counts are constant between events. Stretches of ``stride`` changes become one sample; when
-    there are ``max_samples``, neighbours are merged and the stride doubles: memory stays flat.
+    Counts are constant between events, pages are counted as the scheduler does. Stretches of
+    ``stride`` changes become one sample; when there are ``max_samples``, neighbours are merged and
+    the stride doubles: memory stays flat.
 
     Args:
         capacity: Its memory model, if any, says what a row holds.
@@ -170,9 +171,11 @@ class QueueTrace:
         pages = 0
         if self._memory is not None:
             request = self._requests[request_id]
-            pages = self._memory.pages(request, self._kv_tokens.get(request_id, 0))
-        self._pages += pages - self._held.get(request_id, 0)
-        self._held[request_id] = pages
+            tokens = self._kv_tokens.get(request_id, request.prompt_len)
+            pages = self._memory.pages(request, tokens)
+        held = self._held.get(request_id, 0)
+        self._held[request_id] = max(held, pages)  # what a row holds it keeps
+        self._pages += max(pages - held, 0)
 
     def _pass_time(self, at: float) -> None:
         if not self._started:
