@@ -177,7 +177,7 @@ def _read(path: str) -> dict[str, Any]:
             raise ConfigError(f"--config {path}: {key!r} must be true or false, got {value!r}")
         if name == "policy" and isinstance(value, str):
             values[name] = [value]
-        elif name in ("policies", "policy") or isinstance(value, bool):
+        elif name in ("policies", "policy", "json", "progress"):
             values[name] = value
         elif isinstance(value, dict):
             raise ConfigError(f"--config {path}: {key!r} must be a plain value, got a table")
@@ -488,16 +488,14 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
     from dllm_sched.sim.recording import QueueTrace, SlotTimeline, StepHistogram  # noqa: PLC0415
     from dllm_sched.sim.report import table  # noqa: PLC0415
     from dllm_sched.sim.simulate import simulate  # noqa: PLC0415
-    from dllm_sched.sim.tuning import latency_bound, mean_rate, saturated_rate  # noqa: PLC0415
+    from dllm_sched.sim.tuning import latency_bound, mean_rate  # noqa: PLC0415
 
     policy = _one_policy(options)
     capacity = _capacity(options, options.batch_size)
     service = _service(options)
     traffic = _Traffic(options)
     progress.say("measuring the policy's capacity")
-    capacity_per_s = saturated_rate(
-        traffic.saturated(), policy=policy, capacity=capacity, service=service
-    )
+    capacity_per_s = _measured(traffic, policy, capacity, service)
     rate = traffic.rate(capacity_per_s)
     workload = traffic.at(rate)
     if rate is None:
@@ -538,7 +536,7 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
         **result.figures(),
         "rate": _plain(rate),
         "capacity_per_s": capacity_per_s,
-        "load": _plain(rate / capacity_per_s) if capacity_per_s else None,
+        "load": _plain(rate / capacity_per_s),
         "bound_mean_s": bound,
         "mean_over_bound": result.mean() / bound if bound and result.num_requests else None,
         "seed": options.seed,
@@ -551,12 +549,26 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
     return 3 if unstable else 0
 
 
+def _measured(
+    traffic: _Traffic, policy: Policy, capacity: Capacity, service: ServiceModel
+) -> float:
+    """Measure a policy's saturated rate, requests per second, > 0."""
+    from dllm_sched.sim.tuning import saturated_rate  # noqa: PLC0415
+
+    rate = saturated_rate(traffic.saturated(), policy=policy, capacity=capacity, service=service)
+    if rate <= 0:
+        raise ConfigError(
+            f"{policy.name} finishes none of these requests; do they need more than --pages?"
+        )
+    return rate
+
+
 def _plain(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
 def _compare(options: argparse.Namespace, progress: _Progress) -> int:
-    from dllm_sched.sim.tuning import compare, mean_rate, saturated_rate  # noqa: PLC0415
+    from dllm_sched.sim.tuning import compare, mean_rate  # noqa: PLC0415
 
     policies = _several(options)
     capacity = _capacity(options, options.batch_size)
@@ -565,9 +577,7 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
     capacities = {}
     for label, policy in policies.items():
         progress.say(f"measuring the capacity of {label}")
-        capacities[label] = saturated_rate(
-            traffic.saturated(), policy=policy, capacity=capacity, service=service
-        )
+        capacities[label] = _measured(traffic, policy, capacity, service)
     first = next(iter(capacities.values()))
     rate = traffic.rate(first)
     workload = traffic.at(rate)
@@ -638,7 +648,7 @@ def _plot_comparison(
 
 
 def _tune(options: argparse.Namespace, progress: _Progress) -> int:
-    from dllm_sched.sim.tuning import saturated_rate, tune  # noqa: PLC0415
+    from dllm_sched.sim.tuning import tune  # noqa: PLC0415
 
     sizes = (
         [1, 2, 4, 8, 16, 32, 64]
@@ -659,9 +669,7 @@ def _tune(options: argparse.Namespace, progress: _Progress) -> int:
     rate = traffic.rate(0.0)
     if options.load is not None:
         policy = by_name("continuous", batch_size=engine.max_num_seqs)
-        rate = traffic.rate(
-            saturated_rate(traffic.saturated(), policy=policy, capacity=engine, service=service)
-        )
+        rate = traffic.rate(_measured(traffic, policy, engine, service))
     found = tune(
         traffic.at(rate),
         service=service,

@@ -653,6 +653,21 @@ class Scheduler:
         """The capacity in force."""
         return self._capacity
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, as in ``counts``."""
+        return self._queue.size
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot, as in ``counts``."""
+        return self._running.size
+
+    @property
+    def tokens_in_rows(self) -> int:
+        """Sum of the running rows' ``max_tokens``, as in ``stats``."""
+        return self._running.tokens
+
     def has_work(self) -> bool:
         """Whether a request is active, or an ending still has to be told. O(1)."""
         return bool(self._views or self._finished or self._released or self._zombies)

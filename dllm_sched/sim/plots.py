@@ -264,7 +264,8 @@ def _draw_queue(axes: Axes, samples: Sequence[Sample]) -> None:
     axes.set_ylabel("requests")
     axes.set_ylim(bottom=0)
     _tidy(axes)
-    axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if samples:
+        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _draw_pages(axes: Axes, samples: Sequence[Sample], num_pages: int) -> None:

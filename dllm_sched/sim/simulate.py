@@ -247,6 +247,9 @@ class _Run:
         self.progress = progress
         self.now = 0.0
         self.busy_s = 0.0
+        self.step_s = math.nan  # of the present run of equal steps: seconds of each,
+        self.run_start = self.run_end = math.nan  # its instants,
+        self.run_steps = 0  # and how many there were
         self.num_submitted = 0
         self.unstable = False
         self.drained = False
@@ -322,7 +325,7 @@ class _Run:
                 self._step(update.batch)
             elif not self._sleep(update.wake_at):
                 break
-            if scheduler.counts().waiting > self.max_waiting:
+            if scheduler.num_waiting > self.max_waiting:
                 self.unstable = True
                 break
         return self._result()
@@ -341,45 +344,52 @@ class _Run:
 
     def _step(self, batch: StepBatch) -> None:
         scheduler, engine = self.scheduler, self.engine
-        engine.join(batch)
-        rows = batch.rows
-        tokens = scheduler.stats().tokens_in_rows
-        whole = len(rows) == scheduler.counts().running
-        if not whole:
-            tokens = sum(row.max_tokens for row in rows)
-        step_s = self.service.step_s(len(rows), tokens)
-        start = self.now
-        steps = 1
+        if batch.joined:
+            engine.join(batch)
+        num_rows = len(batch.rows)
+        whole = num_rows == scheduler.num_running
+        tokens = scheduler.tokens_in_rows if whole else sum(row.max_tokens for row in batch.rows)
+        step_s = self.service.step_s(num_rows, tokens)
+        if step_s != self.step_s or self.now != self.run_end:
+            # Instants are counted from where equal steps began, so that they come out the same to
+            # the last bit however many steps are taken at once.
+            self.step_s, self.run_start, self.run_steps = step_s, self.now, 0
+        steps: float = 1
         if self.jump and whole:
             horizon = scheduler.horizon()
-            steps = int(min(horizon.steps, engine.next_event() - engine.steps, 1 << 40))
-            if horizon.until < start + steps * step_s:
-                steps = min(steps, self._steps_to(horizon.until, start, step_s))
-        end = start + steps * step_s
+            steps = min(horizon.steps, engine.next_event() - engine.steps)
+            if horizon.until < self._after(steps):
+                steps = self._steps_to(horizon.until, steps)
+        end = self._after(steps)
         while self.coming is not None and self.coming[0] < end:
             at = self.coming[0]
             self._submit()
             last = self.coming is None and self.loop is None  # the drain begins after this step
             if steps > 1 and (last or scheduler.horizon().steps <= 1):  # or it may join after it
-                steps = min(steps, self._steps_to(at, start, step_s))
-                end = start + steps * step_s
-        self.now = end
-        self.busy_s += end - start
+                steps = self._steps_to(at, steps)
+                end = self._after(steps)
+        count = int(steps)
         if not whole:
-            engine.sit_out(batch, steps)
-        engine.steps += steps
+            engine.sit_out(batch, count)
+        engine.steps += count
+        self.busy_s += count * step_s
+        self.run_steps += count
+        self.now = self.run_end = end
         outcome = engine.outcome(batch, progress=self.needs_progress)
-        self._told(scheduler.complete_step(batch, outcome, now=end, steps=steps))
+        self._told(scheduler.complete_step(batch, outcome, now=end, steps=count))
 
-    @staticmethod
-    def _steps_to(instant: float, start: float, step_s: float) -> int:
-        """The least number of steps, at least 1, after which ``instant`` has come."""
-        steps = max(1, math.ceil((instant - start) / step_s))
-        while steps > 1 and start + (steps - 1) * step_s >= instant:
+    def _after(self, steps: float) -> float:
+        """The instant after so many more steps."""
+        return self.run_start + (self.run_steps + steps) * self.step_s
+
+    def _steps_to(self, instant: float, most: float) -> float:
+        """The least number of steps, 1 .. ``most``, after which ``instant`` has come."""
+        steps: float = max(1, math.ceil((instant - self.run_start) / self.step_s) - self.run_steps)
+        while steps > 1 and self._after(steps - 1) >= instant:
             steps -= 1
-        while start + steps * step_s < instant:
+        while self._after(steps) < instant:
             steps += 1
-        return steps
+        return min(steps, most)
 
     def _drain(self) -> None:
         if not self.drained:

@@ -86,10 +86,10 @@ def log_of(policy: Policy, *, jump: bool, **kwargs: Any) -> list[str]:
     events: list[Event] = []
     capacity = kwargs.pop("capacity", Capacity(max_num_seqs=4))
     simulate(
-        kwargs.pop("workload", open_loop(0.02, 60)),
+        kwargs.pop("workload", open_loop(0.3, 60)),
         policy=policy,
         capacity=capacity,
-        service=Linear(0.25, row_s=0.0625),
+        service=Linear(0.024, row_s=0.0007),
         jump=jump,
         observers=[events.append],
         **kwargs,
@@ -106,7 +106,7 @@ def log_of(policy: Policy, *, jump: bool, **kwargs: Any) -> list[str]:
 POLICIES = {
     "per_request": presets.per_request(),
     "fixed_fill": presets.fixed_fill(4),
-    "fixed_fill with timer": presets.fixed_fill(4, 20.0),
+    "fixed_fill with timer": presets.fixed_fill(4, 1.5),
     "continuous": presets.continuous(4),
     "block_refill": presets.block_refill(4),
     "caps": Policy(eviction=StepCap(250) | PastDeadline()),
@@ -127,7 +127,7 @@ def test_jumps_are_exact_under_memory_pressure_and_deadlines() -> None:
             request_id,
             prompt_len=work.prompt_len,
             max_new_tokens=work.max_new_tokens,
-            deadline_at=arrival_s + 400.0,
+            deadline_at=arrival_s + 25.0,
             payload=work,
         )
 
@@ -137,7 +137,7 @@ def test_jumps_are_exact_under_memory_pressure_and_deadlines() -> None:
             jump=jump,
             capacity=Capacity(max_num_seqs=4, num_pages=70, memory=GrowingKV(page_size=16)),
             make_request=request,
-            workload=open_loop(0.05, 40),
+            workload=open_loop(0.8, 40),
         )
 
     jumped = run(jump=True)
