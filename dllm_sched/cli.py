@@ -424,7 +424,8 @@ def _one_policy(options: argparse.Namespace) -> Policy:
     return _preset(options.preset, arguments, options.batch_size)
 
 
-def _several(options: argparse.Namespace) -> dict[str, Policy]:
+def _several(options: argparse.Namespace) -> tuple[dict[str, Policy], int]:
+    """The policies by label, and the slots that the largest of them needs."""
     wanted: list[tuple[str, dict[str, Any]]] = list(options.policies)
     for text in options.policy or ():
         name, _, rest = text.partition(":")
@@ -439,12 +440,14 @@ def _several(options: argparse.Namespace) -> dict[str, Policy]:
     if not wanted:
         wanted = [(name, {}) for name in ("continuous", "block_refill", "fixed_fill")]
     found = {}
+    slots = options.batch_size
     for name, arguments in wanted:
+        slots = max(slots, arguments.get("batch_size", 1))
         inside = ", ".join(f"{key}={value}" for key, value in arguments.items())
         found[f"{name}({inside})" if inside else name] = _preset(
             name, arguments, options.batch_size
         )
-    return found
+    return found, slots
 
 
 # --- progress -------------------------------------------------------------------------------------
@@ -570,8 +573,8 @@ def _plain(value: float) -> float | None:
 def _compare(options: argparse.Namespace, progress: _Progress) -> int:
     from dllm_sched.sim.tuning import compare, mean_rate  # noqa: PLC0415
 
-    policies = _several(options)
-    capacity = _capacity(options, options.batch_size)
+    policies, slots = _several(options)
+    capacity = _capacity(options, slots)
     service = _service(options)
     traffic = _Traffic(options)
     capacities = {}
@@ -642,7 +645,9 @@ def _plot_comparison(
                 result = simulate(workload, policy=policy, capacity=capacity, service=service)
                 curves[label].append((rate, result))
     caption = traffic.describe(options.rate or _LOADS[0] * most).split("; ")
-    caption[1] = f"{options.batch_size} slots, {options.requests or 20_000:,} requests at each load"
+    caption[1] = (
+        f"{capacity.max_num_seqs} slots, {options.requests or 20_000:,} requests at each load"
+    )
     figure = plots.latency_against_load(curves, caption="; ".join(caption) + ".", bound=bound)
     plots.save(figure, options.plot)
 

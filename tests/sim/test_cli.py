@@ -1,0 +1,324 @@
+"""The command line: what it prints, what it answers when it cannot, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dllm_sched import cli
+
+QUICK = ["--requests", "300"]
+UNSTABLE = [*QUICK, "--rate", "50"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Return (exit code, stdout, stderr) of a command line."""
+
+    def call(*arguments):
+        code = cli.main([str(each) for each in arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_the_issue_s_example(run):
+    code, out, err = run(
+        "simulate", "--preset", "continuous", "--batch-size", 16, "--work", "gsm8k",
+        "--load", 0.8, "--requests", 2000, "--json",
+    )  # fmt: skip
+    figures = json.loads(out)
+    assert (code, err, out.count("\n")) == (0, "", 1)
+    assert figures["load"] == pytest.approx(0.8)
+    assert figures["capacity_per_s"] == pytest.approx(16 / (290.39 * 0.0241), rel=0.01)
+    assert figures["num_requests"] == 2000
+    assert figures["unstable"] is False
+    assert 1.0 <= figures["mean_over_bound"] < 1.2
+    assert 7.0 < figures["latency_mean_s"] < figures["latency_p99_s"] < 20.0
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_does_not(run):
+    first, again, other = (
+        run("simulate", *QUICK, "--load", 0.7, "--json", "--seed", seed)[1] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_a_table_for_people(run):
+    code, out, _ = run("simulate", *QUICK, "--preset", "fixed_fill", "--timeout", 2, "--load", 0.5)
+    assert code == 0
+    assert out.startswith("policy")
+    assert "mean / bound" in out
+    assert "that the policy can serve" in out
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        ("--workload", "mmpp"),
+        ("--workload", "gamma", "--cv", 3),
+        ("--workload", "weibull", "--cv", 2),
+        ("--workload", "servegen"),
+        ("--work", "blocks:4", "--prompt", 200),
+        ("--work", "geometric:5,16"),
+        ("--service", "linear:0.01,0.001,1e-7"),
+        ("--pages", 300, "--page-size", 32),
+    ],
+    ids=lambda traffic: " ".join(map(str, traffic)),
+)
+def test_every_kind_of_traffic_and_engine(run, traffic):
+    code, out, err = run("simulate", *QUICK, "--load", 0.6, "--json", *traffic)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["num_requests"] == 300
+
+
+def test_work_and_service_from_files(run, tmp_path):
+    steps, table = tmp_path / "steps.txt", tmp_path / "table.csv"
+    steps.write_text("100\n200\n")
+    table.write_text("rows,tokens,seconds\n1,0,0.01\n16,0,0.02\n")
+    code, out, _ = run(
+        "simulate", "--load", 0.5, "--json", *QUICK,
+        "--work", f"steps:{steps}", "--service", f"table:{table}",
+    )  # fmt: skip
+    assert code == 0
+    assert 100 < json.loads(out)["steps_mean"] < 200
+
+
+def test_traces_shipped_and_own(run, tmp_path):
+    code, out, _ = run(
+        "simulate", "--workload", "trace", "--trace", "azure2023_conv", "--max-output", 512,
+        "--requests", 300, "--load", 0.5, "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["load"] == pytest.approx(0.5)
+    own = tmp_path / "own.csv"
+    own.write_text("arrival_s,prompt_tokens,output_tokens\n0.0,10,64\n20.0,10,64\n40.0,10,64\n")
+    code, out, _ = run("simulate", "--workload", "trace", "--trace", own, "--speedup", 2, "--json")
+    figures = json.loads(out)
+    assert code == 0
+    assert figures["rate"] == pytest.approx(3 / 20)
+    assert figures["num_requests"] == 3
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "tune"])
+def test_what_cannot_keep_up_is_said_in_words(run, command):
+    small = ("--batch-sizes", "2,4") if command == "tune" else ()
+    code, out, _ = run(command, *UNSTABLE, *small)
+    assert code == 3
+    assert "serves" in out
+    assert ("no stable policy" if command == "tune" else "unstable: 50 requests/s arrive") in out
+    code, out, _ = run(command, *UNSTABLE, *small, "--json")
+    assert code == 3
+    assert json.loads(out)["unstable"] is True
+
+
+def test_compare_names_policies_and_the_bound(run):
+    code, out, _ = run(
+        "compare", *QUICK, "--rate", 0.6, "--json", "--policy", "continuous",
+        "--policy", "fixed_fill:timeout_s=2.5", "--policy", "fixed_fill:batch_size=32",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert code == 0
+    assert [row["label"] for row in found["policies"]] == [
+        "continuous",
+        "fixed_fill(timeout_s=2.5)",
+        "fixed_fill(batch_size=32)",
+    ]
+    assert all(row["mean_over_bound"] >= 1 for row in found["policies"])
+    code, out, _ = run("compare", *QUICK, "--load", 0.3)
+    assert code == 0
+    assert all(name in out for name in ("continuous", "block_refill", "fixed_fill", "seed 0"))
+
+
+def test_tune_prints_the_frontier_and_the_line_of_code(run):
+    arguments = ("tune", *QUICK, "--rate", 0.8, "--batch-sizes", "8,16", "--timeouts", "1,inf")
+    code, out, _ = run(*arguments)
+    assert code == 0
+    assert out.splitlines()[-1] == (
+        "Scheduler(policy=presets.continuous(batch_size=16), capacity=Capacity(max_num_seqs=16))"
+    )
+    code, out, _ = run(*arguments, "--p99", 15, "--presets", "continuous", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["target_p99_s"] == 15
+    assert found["recommended"]["headroom"] > 1
+    code, out, _ = run(*arguments, "--p99", 0.5)
+    assert code == 3
+    assert "no policy reaches p99 <= 0.5 s" in out
+    code, out, _ = run("tune", "--load", 0.4, *QUICK, "--batch-sizes", "8", "--json")
+    assert code == 0
+    assert json.loads(out)["rate"] == pytest.approx(0.4 * 8 / (290.39 * 0.0241), rel=0.15)
+
+
+def test_plots(run, tmp_path):
+    for command in ("simulate", "compare", "tune"):
+        path = tmp_path / f"{command}.png"
+        small = ("--batch-sizes", "16") if command == "tune" else ()
+        code, _, _ = run(command, "--requests", 60, "--rate", 0.5, "--plot", path, *small)
+        assert code == 0
+        assert path.stat().st_size > 10_000
+    code, _, err = run("simulate", "--requests", 60, "--rate", 0.5, "--plot", tmp_path / "x.gif")
+    assert code == 2
+    assert "plot's name ends in" in err
+
+
+def test_progress_goes_to_stderr_only_if_asked(run):
+    assert run("simulate", *QUICK, "--load", 0.5)[2] == ""
+    code, out, err = run("simulate", *QUICK, "--load", 0.5, "--json", "--progress")
+    assert code == 0
+    json.loads(out)
+    assert "measuring" in err
+
+
+# --- configuration --------------------------------------------------------------------------------
+
+
+def test_a_file_says_what_the_command_line_does_not(run, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'load = 0.5\nrequests = 300\nbatch-size = 8\npreset = "block_refill"\n'
+        "json = true\nseed = 7\n"
+    )
+    code, out, _ = run("simulate", "--config", path)
+    figures = json.loads(out)
+    assert code == 0
+    assert (figures["policy"], figures["seed"], figures["num_requests"]) == ("block_refill", 7, 300)
+    code, out, _ = run("simulate", "--config", path, "--preset", "continuous", "--rate", "0.3")
+    figures = json.loads(out)
+    assert code == 0
+    assert (figures["policy"], figures["rate"]) == ("continuous", 0.3)
+
+
+def test_policies_in_a_file_go_by_their_registered_names(run, tmp_path):
+    path = tmp_path / "compare.toml"
+    path.write_text(
+        "rate = 0.9\nrequests = 300\njson = true\n"
+        '[[policies]]\nname = "fixed_fill"\nbatch_size = 8\ntimeout_s = inf\n'
+        '[[policies]]\nname = "continuous"\nbatch_size = 16\n'
+    )
+    code, out, _ = run("compare", "--config", path)
+    assert code == 0
+    labels = [row["label"] for row in json.loads(out)["policies"]]
+    assert labels == ["fixed_fill(batch_size=8, timeout_s=inf)", "continuous(batch_size=16)"]
+    code, out, _ = run("compare", "--config", path, "--policy", "per_request", "--rate", "0.1")
+    assert [row["label"] for row in json.loads(out)["policies"]] == ["per_request"]
+    one = tmp_path / "one.toml"
+    one.write_text('rate = 0.3\npolicies = [{ name = "fixed_fill", batch_size = 4 }]\n')
+    code, out, _ = run("simulate", "--config", one, "--requests", 200, "--json")
+    assert code == 0
+    assert json.loads(out)["policy"] == "fixed_fill"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lod = 0.5", "unknown key 'lod'"),
+        ("load = ", "run.toml"),
+        ("load = 'much'", "--load: invalid float value"),
+        ("load = true", "--load: invalid float value"),
+        ("json = 1", "'json' must be true or false"),
+        ("[work]\nname = 'gsm8k'", "'work' must be a plain value"),
+        ("workload = 'tides'", "got 'tides'"),
+        ("policies = ['continuous']", "list of tables"),
+        ("policies = [{ batch_size = 4 }]", "needs the name of a preset"),
+        ("policies = [{ name = 'best' }]", "unknown policy 'best'"),
+        ("policies = [{ name = 'continuous', batch_size = 4, size = 4 }]", "size"),
+    ],
+)
+def test_a_bad_file_is_one_line_that_names_the_key(run, tmp_path, text, message):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    code, out, err = run("simulate", "--config", path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "command"),
+        (("guess",), "invalid choice"),
+        (("simulate", "--frob"), "unrecognized arguments: --frob"),
+        (("simulate",), "--rate or --load is needed"),
+        (("simulate", "--rate", "0"), "--rate must be a positive finite number"),
+        (("simulate", "--rate", "nan"), "--rate must be a positive finite number"),
+        (("simulate", "--load", "-1"), "--load must be a positive finite number"),
+        (("simulate", "--load", "inf"), "--load must be a positive finite number"),
+        (("simulate", "--rate", "1", "--load", "0.5"), "exclude each other"),
+        (("simulate", "--rate", "1", "--requests", "0"), "max_requests"),
+        (("simulate", "--rate", "1", "--seed", "-1"), "seed"),
+        (("simulate", "--rate", "1", "--batch-size", "0"), "must be an int >= 1"),
+        (("simulate", "--rate", "1", "--max-waiting", "0"), "max_waiting"),
+        (("simulate", "--rate", "1", "--preset", "best"), "unknown policy 'best'"),
+        (("simulate", "--rate", "1", "--timeout", "1"), "continuous has none"),
+        (
+            ("simulate", "--rate", "1", "--preset", "fixed_fill", "--timeout", "nan"),
+            "seconds must be a number >= 0",
+        ),
+        (("simulate", "--rate", "1", "--service", "constant:nan"), "seconds must be a positive"),
+        (("simulate", "--rate", "1", "--service", "constant:fast"), "numbers expected"),
+        (("simulate", "--rate", "1", "--service", "linear:1"), "3 numbers expected"),
+        (("simulate", "--rate", "1", "--service", "magic"), "constant:S, linear"),
+        (("simulate", "--rate", "1", "--service", "table:missing.csv"), "cannot read missing.csv"),
+        (("simulate", "--rate", "1", "--work", "hard"), "gsm8k, blocks:N"),
+        (("simulate", "--rate", "1", "--work", "blocks:0"), "value must be an int >= 1"),
+        (("simulate", "--rate", "1", "--work", "blocks:many"), "whole numbers expected"),
+        (("simulate", "--rate", "1", "--work", "steps:missing.txt"), "missing.txt"),
+        (("simulate", "--rate", "1", "--speedup", "2"), "--speedup is for --workload trace"),
+        (("simulate", "--rate", "1", "--workload", "gamma", "--cv", "0"), "cv must be"),
+        (("simulate", "--rate", "1", "--workload", "mmpp", "--mmpp", "1,2"), "4 numbers"),
+        (("simulate", "--workload", "trace"), "go together"),
+        (("simulate", "--trace", "azure2023_conv", "--rate", "1"), "go together"),
+        (("simulate", "--workload", "trace", "--trace", "missing.csv"), "azure2023_conv"),
+        (("simulate", "--rate", "1", "--pages", "1"), "do they need more than --pages?"),
+        (("simulate", "--rate", "1", "--config", "missing.toml"), "missing.toml"),
+        (("compare", "--rate", "1", "--policy", "fixed_fill:fast"), "KEY=VALUE expected"),
+        (("compare", "--rate", "1", "--policy", "continuous:sise=3"), "sise"),
+        (("tune", "--rate", "1", "--p99", "nan"), "target_p99_s"),
+        (("tune", "--rate", "1", "--batch-sizes", "x"), "whole numbers expected"),
+        (("tune", "--rate", "1", "--presets", "best"), "unknown policy 'best'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_an_error_is_one_line_on_stderr(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("dllm-sched: error: ")
+    assert message in err
+
+
+def test_a_bad_line_of_a_trace_is_named(run, tmp_path):
+    path = tmp_path / "bad.csv"
+    for text, message in (
+        ("arrival_s,prompt_tokens,output_tokens\n0.0,10,64\nnan,10,64\n", "line 3"),
+        ("arrival_s,prompt_tokens,output_tokens\n5.0,10,64\n4.0,10,64\n", "line 3"),
+        ("arrival_s,prompt_tokens,output_tokens\n0.0,ten,64\n", "line 2"),
+        ("arrival_s,prompt_tokens,output_tokens\n", "no requests"),
+        ("time,tokens\n", "line 1"),
+    ):
+        path.write_text(text)
+        code, out, err = run("simulate", "--workload", "trace", "--trace", path)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
+
+
+def test_it_runs_as_a_module_and_says_when_numpy_is_missing():
+    code = (
+        "import sys; sys.modules['numpy'] = None; from dllm_sched.cli import main; "
+        "sys.exit(main(['simulate', '--rate', '1']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "dllm-sched[sim]" in done.stderr
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run(
+        [sys.executable, "-m", "dllm_sched", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(command in done.stdout for command in ("simulate", "compare", "tune"))
