@@ -20,6 +20,7 @@ from dllm_sched.batch import (
     Accepted,
     BlockBoundary,
     Finished,
+    PhaseChange,
     RowFinished,
     StepBatch,
     StepOutcome,
@@ -29,7 +30,7 @@ from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError
 from dllm_sched.events import Event
 from dllm_sched.policies.base import Policy
-from dllm_sched.request import FinishReason, Request
+from dllm_sched.request import FinishReason, Phase, Request
 from dllm_sched.scheduler import Scheduler
 from dllm_sched.sim.report import Result
 from dllm_sched.sim.service import ServiceModel
@@ -45,9 +46,11 @@ _EOS = FinishReason.EOS
 class _Engine:
     """Counts steps. A row's next event stands in a heap under the step after which it happens."""
 
-    def __init__(self, num_slots: int, *, blocks: bool) -> None:
+    def __init__(self, num_slots: int, *, blocks: bool, phases: bool) -> None:
         self.steps = 0  # that every row here has taken part in
         self._blocks = blocks
+        self._phases = phases
+        self.prefilling: list[int] = []  # slots whose first step is not done
         self._events: list[tuple[int, int, int]] = []  # (step, slot, generation of the slot)
         self._generation = [0] * num_slots
         self._rows: list[tuple[Request, Work, int, int] | None] = [None] * num_slots
@@ -70,6 +73,8 @@ class _Engine:
             self._rows[slot] = (request, work, start, block)
             self._generation[slot] += 1
             self._push(slot)
+            if self._phases and row.phase is Phase.PREFILL:
+                self.prefilling.append(slot)
 
     def _push(self, slot: int) -> None:
         row = self._rows[slot]
@@ -107,7 +112,7 @@ class _Engine:
 
     def outcome(self, batch: StepBatch, *, progress: bool) -> StepOutcome:
         """What happens after the steps counted so far."""
-        if self.next_event() > self.steps and not progress:
+        if self.next_event() > self.steps and not progress and not self.prefilling:
             return NOTHING
         finished: list[RowFinished] = []
         boundaries: list[BlockBoundary] = []
@@ -129,7 +134,13 @@ class _Engine:
             self._rows[slot] = (request, work, start, block)
             self._push(slot)
         remaining = tuple(self._masked(row.slot) for row in batch.rows) if progress else None
-        return StepOutcome(tuple(finished), tuple(boundaries), (), (), remaining)
+        phases = tuple(
+            PhaseChange(slot, Phase.REUSE)
+            for slot in self.prefilling
+            if self._rows[slot] is not None
+        )
+        self.prefilling.clear()
+        return StepOutcome(tuple(finished), tuple(boundaries), phases, (), remaining)
 
     def _masked(self, slot: int) -> int:
         row = self._rows[slot]
@@ -159,6 +170,7 @@ def simulate(
     capacity: Capacity,
     service: ServiceModel,
     blocks: bool | None = None,
+    phases: bool = False,
     jump: bool = True,
     until_s: float = _INF,
     max_waiting: int = 100_000,
@@ -174,6 +186,8 @@ def simulate(
         capacity: The engine's slots and pages.
         service: Seconds of a step by its rows and tokens (``Row.max_tokens`` summed).
         blocks: Report every block boundary; None: only if policy or memory need them.
+        phases: Report that a row no longer prefills after its first step, so that ``num_tokens`` of
+            the service model holds its prompt once only.
         jump: Take the steps of a horizon at once; False: one by one (the same, slower).
         until_s: Take no arrivals after this instant, seconds; what has arrived is served.
         max_waiting: When more than this many wait the run ends and is called unstable, >= 1.
@@ -201,7 +215,7 @@ def simulate(
         blocks = grows or "blocks" in needs
     run = _Run(
         scheduler,
-        _Engine(capacity.max_num_seqs, blocks=blocks),
+        _Engine(capacity.max_num_seqs, blocks=blocks, phases=phases),
         service,
         _plain_request if make_request is None else make_request,
         jump=jump,
@@ -355,7 +369,7 @@ class _Run:
             # the last bit however many steps are taken at once.
             self.step_s, self.run_start, self.run_steps = step_s, self.now, 0
         steps: float = 1
-        if self.jump and whole:
+        if self.jump and whole and not engine.prefilling:
             horizon = scheduler.horizon()
             steps = min(horizon.steps, engine.next_event() - engine.steps)
             if horizon.until < self._after(steps):
