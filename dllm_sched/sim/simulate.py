@@ -261,6 +261,7 @@ class _Run:
         self.progress = progress
         self.now = 0.0
         self.busy_s = 0.0
+        self.not_wasted = 0  # row-steps that jumps made the scheduler count as waste
         self.step_s = math.nan  # of the present run of equal steps: seconds of each,
         self.run_start = self.run_end = math.nan  # its instants,
         self.run_steps = 0  # and how many there were
@@ -375,9 +376,15 @@ class _Run:
             if horizon.until < self._after(steps):
                 steps = self._steps_to(horizon.until, steps)
         end = self._after(steps)
+        nobody_waits = not scheduler.num_waiting
         while self.coming is not None and self.coming[0] < end:
             at = self.coming[0]
             self._submit()
+            if nobody_waits and steps > 1 and scheduler.num_waiting:
+                # The scheduler counts the steps before it, taken at once with the rest, as waited.
+                nobody_waits = False
+                free = scheduler.capacity.max_num_seqs - num_rows
+                self.not_wasted += free * (int(self._steps_to(at, steps)) - 1)
             last = self.coming is None and self.loop is None  # the drain begins after this step
             if steps > 1 and (last or scheduler.horizon().steps <= 1):  # or it may join after it
                 steps = self._steps_to(at, steps)
@@ -447,13 +454,14 @@ class _Run:
         self.tokens += work.num_blocks * work.block_length
 
     def _result(self) -> Result:
+        stats = self.scheduler.stats()
         return Result(
             policy=self.scheduler.policy.name,
             max_num_seqs=self.scheduler.capacity.max_num_seqs,
             duration_s=self.now,
             busy_s=self.busy_s,
             counts=self.scheduler.counts(),
-            stats=self.scheduler.stats(),
+            stats=stats._replace(wasted_row_steps=stats.wasted_row_steps - self.not_wasted),
             reasons=self.reasons,
             num_tokens=self.tokens,
             unstable=self.unstable,

@@ -121,6 +121,21 @@ def test_jumped_and_stepped_runs_give_the_same_events(name: str, blocks: bool) -
     assert jumped == log_of(POLICIES[name], jump=False, blocks=blocks)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_jumped_and_stepped_runs_give_the_same_totals(name: str) -> None:
+    stats = [
+        simulate(
+            open_loop(0.02, 60),
+            policy=POLICIES[name],
+            capacity=Capacity(max_num_seqs=4),
+            service=Linear(0.25, row_s=0.0625),
+            jump=jump,
+        ).stats._replace(num_rounds=0)
+        for jump in (True, False)
+    ]
+    assert stats[0] == stats[1]
+
+
 def test_jumps_are_exact_under_memory_pressure_and_deadlines() -> None:
     def request(request_id: str, work: Work, arrival_s: float) -> Request:
         return Request(
