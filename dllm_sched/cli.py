@@ -30,6 +30,8 @@ from dllm_sched.policies.base import Policy
 from dllm_sched.policies.presets import PRESETS, by_name
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from dllm_sched.sim.arrivals import Arrivals
     from dllm_sched.sim.service import ServiceModel
     from dllm_sched.sim.shapes import Shapes
@@ -374,8 +376,8 @@ class _Traffic:
         rate: float | None = self.options.rate
         return rate
 
-    def describe(self, rate: float) -> str:
-        """Words for a caption."""
+    def describe(self, amount: str) -> str:
+        """Words for a caption; ``amount``: how many requests, or how fast."""
         options = self.options
         if self._trace is None:
             kind = {"poisson": "Poisson", "mmpp": "Markov-modulated Poisson"}
@@ -383,8 +385,12 @@ class _Traffic:
             cv = f" (cv {options.cv:g})" if options.workload in ("gamma", "weibull") else ""
             what = f"{name} arrivals{cv}, work {options.work}"
         else:
-            what = f"Trace {Path(options.trace).name}"
-        return f"{what}; {rate:.4g} requests/s; service {options.service}; seed {options.seed}"
+            cut = [f"prompts up to {options.max_prompt}"] if options.max_prompt else []
+            cut += [f"outputs up to {options.max_output}"] if options.max_output else []
+            tokens = f" ({', '.join(cut)} tokens)" if cut else ""
+            what = f"Trace {Path(options.trace).name}{tokens}"
+        pages = f", {options.pages} pages of {options.page_size} tokens" if options.pages else ""
+        return f"{what}; {amount}; seconds of a step {options.service}{pages}; seed {options.seed}"
 
 
 def _capacity(options: argparse.Namespace, num_slots: int) -> Capacity:
@@ -525,7 +531,8 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
     if options.plot:
         from dllm_sched.sim import plots  # noqa: PLC0415
 
-        caption = f"{policy.name}, {options.batch_size} slots. {traffic.describe(rate)}."
+        amount = f"{result.counts.submitted:,} requests, {rate:.4g} a second"
+        caption = f"{policy.name}, {options.batch_size} slots. {traffic.describe(amount)}."
         figure = plots.run(
             caption=caption,
             spans=slots.spans,
@@ -601,7 +608,12 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
     }
     found = attrs.evolve(found, results=results)
     if options.plot:
-        _plot_comparison(options, policies, capacity, service, traffic, capacities, progress)
+        from dllm_sched.sim import plots  # noqa: PLC0415
+
+        count = max(result.counts.submitted for result in results.values())
+        amount = f"{slots} slots, {count:,} requests at each load"
+        figure = _curves(policies, capacity, service, traffic, capacities, amount, progress)
+        plots.save(figure, options.plot)
     progress.done()
     rows = [{**row, "capacity_per_s": capacities[row["label"]]} for row in found.figures()]
     figures = {
@@ -611,7 +623,7 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
         "policies": rows,
         "unstable": all(row["unstable"] for row in rows),
     }
-    text = f"{found.table()}\n{traffic.describe(rate)}"
+    text = f"{found.table()}\n{traffic.describe(f'{rate:.4g} requests/s')}"
     for label, result in results.items():
         if result.unstable:
             text += f"\n{label}: {_too_fast(rate, capacities[label])}"
@@ -619,15 +631,16 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
     return 3 if figures["unstable"] else 0
 
 
-def _plot_comparison(
-    options: argparse.Namespace,
+def _curves(
     policies: dict[str, Policy],
     capacity: Capacity,
     service: ServiceModel,
     traffic: _Traffic,
     capacities: dict[str, float],
+    amount: str,
     progress: _Progress,
-) -> None:
+) -> Figure:
+    """Draw the policies at several loads, each as far as it keeps up."""
     from dllm_sched.sim import plots  # noqa: PLC0415
     from dllm_sched.sim.simulate import simulate  # noqa: PLC0415
     from dllm_sched.sim.tuning import latency_bound  # noqa: PLC0415
@@ -644,12 +657,8 @@ def _plot_comparison(
                 progress.say(f"{label} at {rate:.4g} requests/s")
                 result = simulate(workload, policy=policy, capacity=capacity, service=service)
                 curves[label].append((rate, result))
-    caption = traffic.describe(options.rate or _LOADS[0] * most).split("; ")
-    caption[1] = (
-        f"{capacity.max_num_seqs} slots, {options.requests or 20_000:,} requests at each load"
-    )
-    figure = plots.latency_against_load(curves, caption="; ".join(caption) + ".", bound=bound)
-    plots.save(figure, options.plot)
+    caption = traffic.describe(amount) + "."
+    return plots.latency_against_load(curves, caption=caption, bound=bound)
 
 
 def _tune(options: argparse.Namespace, progress: _Progress) -> int:
@@ -689,7 +698,7 @@ def _tune(options: argparse.Namespace, progress: _Progress) -> int:
     if options.plot:
         from dllm_sched.sim import plots  # noqa: PLC0415
 
-        caption = traffic.describe(found.rate) + "."
+        caption = traffic.describe(f"{found.rate:.4g} requests/s") + "."
         plots.save(plots.tuning_frontier(found, caption=caption), options.plot)
     figures = {**found.figures(), "unstable": all(t.p99_s == _INF for t in found.tried)}
     text = found.answer

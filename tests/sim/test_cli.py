@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from dllm_sched import cli
+from dllm_sched.sim.workloads import shipped_traces
 
 QUICK = ["--requests", "300"]
 UNSTABLE = [*QUICK, "--rate", "50"]
@@ -102,6 +103,18 @@ def test_traces_shipped_and_own(run, tmp_path):
     assert code == 0
     assert figures["rate"] == pytest.approx(3 / 20)
     assert figures["num_requests"] == 3
+
+
+@pytest.mark.parametrize("name", shipped_traces())
+def test_tune_on_every_shipped_trace(run, name):
+    code, out, _ = run(
+        "tune", "--workload", "trace", "--trace", name, "--max-output", 512, "--jitter", 3,
+        "--requests", 150, "--load", 0.5, "--batch-sizes", "4,8", "--timeouts", "1", "--json",
+    )  # fmt: skip
+    found = json.loads(out)
+    assert code == 0
+    assert found["code"].startswith("Scheduler(policy=presets.")
+    assert found["recommended"]["p99_s"] == min(each["p99_s"] for each in found["frontier"])
 
 
 @pytest.mark.parametrize("command", ["simulate", "compare", "tune"])
