@@ -785,13 +785,14 @@ class Scheduler:
             self._wake_at = wake_at
             if batch is None and not self._paused and not self._dirty:
                 self._check_stall()
-        except BaseException:
+        except BaseException as error:
             if memo is not None:
                 self._restore(memo)
             self._quiet_until = -_INF
-            if self._progressed or self._finished or self._released:
+            if not (self._progressed or self._finished or self._released):
+                self._now = before
+            elif isinstance(error, PolicyError):
                 return self._update(None, -_INF)  # tell it; the next call meets the error again
-            self._now = before
             raise
         if batch is None:
             self._quiet_until = -_INF
