@@ -692,6 +692,7 @@ def _tune(options: argparse.Namespace, progress: _Progress) -> int:
         batch_sizes=sizes,
         presets=presets,
         timeouts_s=timeouts,
+        max_waiting=options.max_waiting,
         progress=lambda done, of, last: progress.say(f"{done} of {of}: {last.candidate}"),
     )
     progress.done()

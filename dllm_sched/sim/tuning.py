@@ -374,8 +374,8 @@ class Tried:
         capacity_per_s: Its saturated rate, requests per second.
         p99_s: 99th percentile of the latency at this traffic, seconds; ``inf`` if unstable.
         mean_s: Mean latency, seconds; ``inf`` if unstable.
-        headroom: By which factor the same traffic may be sped up: with the p99 still within the
-            target (0 if it is not even now), or, without a target, up to the saturated rate.
+        headroom: By which factor the same traffic may be sped up: up to the saturated rate, and
+            with the p99 still within the target, if there is one (0 if it is not even now).
     """
 
     candidate: Candidate
@@ -495,12 +495,18 @@ class _Search:
     """One search: the same traffic, faster or slower, through one candidate after the other."""
 
     def __init__(
-        self, workload: Requests, engine: Capacity, service: ServiceModel, target_s: float | None
+        self,
+        workload: Requests,
+        engine: Capacity,
+        service: ServiceModel,
+        target_s: float | None,
+        max_waiting: int,
     ) -> None:
         self.workload = workload
         self.engine = engine
         self.service = service
         self.target_s = target_s
+        self.max_waiting = max_waiting
         self.rate = mean_rate(workload)
 
     def run(self, candidate: Candidate, factor: float) -> Result:
@@ -509,11 +515,13 @@ class _Search:
             policy=candidate.policy(),
             capacity=candidate.capacity(self.engine),
             service=self.service,
+            max_waiting=self.max_waiting,
         )
 
     def meets(self, candidate: Candidate, factor: float) -> bool:
         result = self.run(candidate, factor)
-        return not result.unstable and result.percentile(99) <= (self.target_s or _INF)
+        target_s = _INF if self.target_s is None else self.target_s
+        return not result.unstable and result.percentile(99) <= target_s
 
     def headroom(self, candidate: Candidate, most: float, tolerance: float) -> float:
         """The largest factor, between 1 and ``most``, that meets the target."""
@@ -562,6 +570,7 @@ def tune(
     presets: Sequence[str] = ("continuous", "block_refill", "fixed_fill"),
     timeouts_s: Iterable[float] | None = None,
     tolerance: float = 0.02,
+    max_waiting: int = 100_000,
     progress: Callable[[int, int, Tried], object] | None = None,
 ) -> Tuning:
     """Search presets x batch sizes x timeouts for the best policy for this traffic.
@@ -581,6 +590,7 @@ def tune(
         presets: As of ``candidates``.
         timeouts_s: As of ``candidates``.
         tolerance: Of the head-room, > 0.
+        max_waiting: As of ``simulate``.
         progress: Called after each candidate with (how many are done, of how many, it).
 
     Raises:
@@ -593,7 +603,7 @@ def tune(
     engine = Capacity(max_num_seqs=64) if engine is None else engine
     if batch_sizes is None:
         batch_sizes = [1 << k for k in range(engine.max_num_seqs.bit_length())]
-    search = _Search(workload, engine, service, target_p99_s)
+    search = _Search(workload, engine, service, target_p99_s, max_waiting)
     if search.rate == _INF:
         raise ConfigError("tune: all requests arrive at once; a rate is needed")
     found = candidates(search.rate, batch_sizes, presets=presets, timeouts_s=timeouts_s)
