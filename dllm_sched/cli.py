@@ -60,6 +60,7 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     one = commands.add_parser("simulate", help="run one policy in virtual time")
     _add_policy(one)
+    one.add_argument("--csv", metavar="FILE", help="write latency, wait and steps of each request")
     several = commands.add_parser("compare", help="run several policies on the same arrivals")
     several.add_argument(
         "--policy",
@@ -199,7 +200,7 @@ def _policies(found: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
         name = arguments.pop("name", None)
         if not isinstance(name, str):
             raise ConfigError(f"--config {path}: a policy needs the name of a preset: {table!r}")
-        by_name(name, **arguments)  # refuses what is unknown
+        _preset(name, arguments, 1)  # refuses what is unknown
         policies.append((name, arguments))
     return policies
 
@@ -542,6 +543,11 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
             until_s=slots.complete_until_s,
         )
         plots.save(figure, options.plot)
+    if options.csv:
+        try:
+            result.write_csv(options.csv)
+        except OSError as error:
+            raise ConfigError(f"--csv: cannot write {options.csv}: {error}") from error
     figures = {
         **result.figures(),
         "rate": _plain(rate),

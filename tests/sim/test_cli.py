@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -187,6 +188,18 @@ def test_progress_goes_to_stderr_only_if_asked(run):
     assert "measuring" in err
 
 
+def test_every_request_as_a_line_of_csv(run, tmp_path):
+    path = tmp_path / "requests.csv"
+    code, _, _ = run("simulate", *QUICK, "--load", 0.5, "--csv", path)
+    lines = path.read_text().splitlines()
+    assert code == 0
+    assert lines[0] == "latency_s,wait_s,steps"
+    assert len(lines) == 301
+    code, _, err = run("simulate", *QUICK, "--load", 0.5, "--csv", tmp_path / "missing" / "x.csv")
+    assert code == 2
+    assert "cannot write" in err
+
+
 # --- configuration --------------------------------------------------------------------------------
 
 
@@ -219,6 +232,13 @@ def test_policies_in_a_file_go_by_their_registered_names(run, tmp_path):
     assert labels == ["fixed_fill(batch_size=8, timeout_s=inf)", "continuous(batch_size=16)"]
     code, out, _ = run("compare", "--config", path, "--policy", "per_request", "--rate", "0.1")
     assert [row["label"] for row in json.loads(out)["policies"]] == ["per_request"]
+    path.write_text('rate = 0.1\nrequests = 50\npolicy = "per_request"\n')
+    code, out, _ = run("compare", "--config", path, "--json")
+    assert [row["label"] for row in json.loads(out)["policies"]] == ["per_request"]
+    path.write_text("rate = 0.5\nrequests = 50\nbatch-sizes = [4, 8]\ntimeouts = [1.0]\n")
+    code, out, _ = run("tune", "--config", path, "--json")
+    assert code == 0
+    assert len(json.loads(out)["tried"]) == 6
     one = tmp_path / "one.toml"
     one.write_text('rate = 0.3\npolicies = [{ name = "fixed_fill", batch_size = 4 }]\n')
     code, out, _ = run("simulate", "--config", one, "--requests", 200, "--json")
@@ -239,6 +259,7 @@ def test_policies_in_a_file_go_by_their_registered_names(run, tmp_path):
         ("policies = ['continuous']", "list of tables"),
         ("policies = [{ batch_size = 4 }]", "needs the name of a preset"),
         ("policies = [{ name = 'best' }]", "unknown policy 'best'"),
+        ("policies = [{ name = 'continuous' }, { name = 'per_request' }]", "runs one policy"),
         ("policies = [{ name = 'continuous', batch_size = 4, size = 4 }]", "size"),
     ],
 )
@@ -288,6 +309,11 @@ def test_a_bad_file_is_one_line_that_names_the_key(run, tmp_path, text, message)
         (("simulate", "--rate", "1", "--workload", "gamma", "--cv", "0"), "cv must be"),
         (("simulate", "--rate", "1", "--workload", "mmpp", "--mmpp", "1,2"), "4 numbers"),
         (("simulate", "--workload", "trace"), "go together"),
+        (
+            ("simulate", "--workload", "trace", "--trace", "x", "--speedup", "2", "--rate", "1"),
+            "exclude each other",
+        ),
+        (("simulate", "--rate", "1", "--work", f"steps:{os.devnull}"), "holds no counts"),
         (("simulate", "--trace", "azure2023_conv", "--rate", "1"), "go together"),
         (("simulate", "--workload", "trace", "--trace", "missing.csv"), "azure2023_conv"),
         (("simulate", "--rate", "1", "--pages", "1"), "do they need more than --pages?"),
