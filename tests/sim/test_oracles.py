@@ -278,26 +278,36 @@ class Tally:
 
 
 def congested(
-    length: int, memory: Ages, per_step: int, *, admission: Admission | None = None
+    lengths: int | tuple[int, ...],
+    memory: Ages,
+    per_step: int,
+    *,
+    warm_up: int | None = None,
+    admission: Admission | None = None,
 ) -> tuple[float, int]:
-    """Return throughput over n* = ``per_step``, and evictions, of a saturated cold start."""
+    """Return throughput over n*, about ``per_step``, and evictions, of a saturated cold start."""
+    if isinstance(lengths, int):
+        lengths = (lengths,)
     size = memory.input_pages / memory.unit
-    num_pages = memory.unit * per_step / congestion.equilibrium_rate({length: 1}, size, 1.0)
-    assert abs(num_pages - round(num_pages)) < 1e-6
-    work = Work(1, length, 1, length, length, tuple(range(1, length + 1)))
-    steps = 10 * length
-    tally = Tally(steps, 3 * steps)
+    weights = dict.fromkeys(lengths, 1.0)
+    num_pages = round(memory.unit * per_step / congestion.equilibrium_rate(weights, size, 1.0))
+    works = [Work(1, each, 1, each, each, tuple(range(1, each + 1))) for each in lengths]
+    longest = max(lengths)
+    warm_up = 10 * longest if warm_up is None else warm_up
+    steps = 20 * longest if len(lengths) == 1 else warm_up
+    tally = Tally(warm_up, warm_up + steps)
+    count = per_step * (warm_up + steps + longest)
     simulate(
-        [(0.0, work)] * (per_step * (3 * steps + length)),
+        [(0.0, works[i % len(works)]) for i in range(count)],
         policy=Policy(
             admission=Admission() if admission is None else admission, eviction=YoungestFirst()
         ),
-        capacity=Capacity(max_num_seqs=round(num_pages), num_pages=round(num_pages), memory=memory),
+        capacity=Capacity(max_num_seqs=num_pages, num_pages=num_pages, memory=memory),
         service=Constant(1.0),
         max_waiting=10**9,
         observers=[tally],
     )
-    return tally.finished / (2 * steps * per_step), tally.evicted
+    return tally.finished / (steps * per_step), tally.evicted
 
 
 SLOW = pytest.mark.skipif(not FULL, reason="slow: DLLM_SCHED_FULL=1 runs it")
@@ -318,6 +328,21 @@ def test_congestion_locks_whole_requests_into_the_worst_cycle(
     found, evicted = congested(length, Ages(size), per_step)
     assert found == pytest.approx(ratio, rel=0.01)
     assert evicted > 0
+
+
+def test_lengths_with_a_common_divisor_congest_and_others_do_not() -> None:
+    """Inputs of 50, half and half. Whole requests in a step cost the stable mix half a percent."""
+    assert (
+        congestion.spectral_radius({4: 1, 8: 1}, 50)
+        > 1
+        > congestion.spectral_radius({5: 1, 7: 1}, 50)
+    )
+    found, evicted = congested((4, 8), Ages(50), 60, warm_up=500)
+    assert found == pytest.approx(0.973, rel=0.01)
+    assert evicted > 0
+    found, evicted = congested((5, 7), Ages(50), 60, warm_up=500)
+    assert found == pytest.approx(1.0, rel=0.01)
+    assert evicted == 0
 
 
 def test_congestion_of_a_diffusion_model() -> None:
