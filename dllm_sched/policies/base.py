@@ -103,6 +103,12 @@ class Strategy:
     def validate(self, capacity: Capacity) -> None:
         """Raise ``ConfigError`` if this strategy can never work within ``capacity``."""
 
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
     def asks(self, hook: str) -> bool:
         """Whether this strategy answers ``hook`` itself; what nobody answers is never called."""
         for base in type(self).__mro__:
@@ -302,12 +308,6 @@ class _Parts(Strategy):
 
     def asks(self, hook: str) -> bool:
         return any(part.asks(hook) for part in self.parts)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.parts))
 
     def __repr__(self) -> str:
         return ".then(".join(map(repr, self.parts)) + ")" * (len(self.parts) - 1)

@@ -1088,3 +1088,17 @@ def test_an_ordering_state_follows_what_it_observes():
     for id, tenant in (("a", "x"), ("b", "x"), ("c", "x"), ("d", "y")):
         desk.submit(id, tenant=tenant)
     assert [desk.run_one()[0] for _ in range(4)] == ["a", "d", "b", "c"]
+
+
+def test_policies_and_strategies_are_values():
+    assert presets.continuous(4) == presets.continuous(4)
+    assert presets.continuous(4) != presets.continuous(5)
+    assert len({presets.fixed_fill(4, 1.0), presets.fixed_fill(4, 1.0)}) == 1
+
+    class Own(Admission):
+        def __init__(self, limit):
+            self.limit = limit
+
+    assert Own(2) == Own(2)
+    assert Own(2) != Own(3)
+    assert Own(2) != Admission()
