@@ -59,6 +59,13 @@ def _queue(scheduler: Scheduler, waiting: list[RequestView]) -> str | None:
     statuses = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     if any(view._status not in statuses or view._slot is not None for view in waiting):
         return "a waiting request is running or holds a slot"
+    for lane in queue.lanes.values():
+        if queue._sole is None and lane.shown is not (lane.heap[0] if lane.heap else None):
+            return f"lane {lane.lane} lists {lane.shown}, not its first entry"
+        if queue._sole is None and not any(entry is lane.shown for entry in queue._heads):
+            return f"lane {lane.lane} is not among the heads"
+    if len(queue._heads) > 2 * len(queue.lanes) + 65:
+        return f"{len(queue._heads)} heads for {len(queue.lanes)} lanes"
     head = queue.peek()
     first = min((view._entry[:-1] for view in waiting), default=None)
     if (None if head is None else head._entry[:-1]) != first:

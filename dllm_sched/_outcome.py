@@ -73,8 +73,10 @@ def check_outcome(
                 "complete_step: the policy needs masked_remaining, one count per row of step "
                 f"{batch.step_id}; got none"
             )
-    elif len(remaining) != len(batch.rows) or not all(
-        isinstance(count, int) and count >= 0 for count in remaining
+    elif (
+        not isinstance(remaining, tuple | list)
+        or len(remaining) != len(batch.rows)
+        or not all(isinstance(count, int) and count >= 0 for count in remaining)
     ):
         raise OutcomeError(
             f"masked_remaining: expected {len(batch.rows)} counts >= 0 (one per row of step "
@@ -87,6 +89,8 @@ def check_outcome(
 def _check_column(
     name: str, column: Any, kind: type[Any], content: type[Any], in_batch: InBatch
 ) -> Sequence[RequestView]:
+    if not isinstance(column, tuple | list):
+        raise OutcomeError(f"{name}: expected a tuple of {kind.__name__} values, got {column!r}")
     views = []
     for one in column:
         if not isinstance(one, kind):

@@ -32,7 +32,7 @@ class LaneQueue:
         self.key_queue = key_queue
         self.heap: list[Entry] = []  # the first entry is always a live one
         self.dead = 0  # entries whose request was discarded
-        self.shown: Entry | None = None  # the entry last put among the heads
+        self.shown: Entry | None = None  # its entry among the heads: its first, if not parked
         self.size = 0  # live entries
         self.parked = False
 
@@ -52,8 +52,8 @@ class KeyQueue:
 class WaitingQueue:
     """Lanes in one total order.
 
-    ``heads`` holds each lane's first entry; an entry there that is no longer its lane's first is
-    skipped when it comes up. So a round costs O(log n) per head it looks at, however many lanes.
+    ``heads`` lists each lane's first entry; one that its lane no longer shows is skipped when it
+    comes up. So a round costs O(log n) per head it looks at, however many lanes there are.
     A lane that is alone (``sole``, the common case) needs no heads: its own heap is the order.
     """
 
@@ -85,7 +85,7 @@ class WaitingQueue:
         lane.key_queue.size += 1
         self.size += 1
         if self._sole is None and heap[0] is entry:
-            self._show(lane, entry)
+            self._refresh(lane)
         if self._track_arrivals:
             heappush(lane.key_queue.arrivals, (view._sequence, view))
 
@@ -104,13 +104,19 @@ class WaitingQueue:
         if len(lanes) <= 1:
             self._sole = next(iter(lanes.values()), None)
             self._heads = []
+            if self._sole is not None:
+                self._sole.shown = None
         elif self._sole is not None:
-            self._sole.shown = None
             self._sole = None
-            self._rebuild_heads()
+            for lane in lanes.values():
+                self._refresh(lane)
 
-    def peek(self) -> RequestView | None:
-        """The first request in the total order among lanes that are not parked. O(log n)."""
+    def peek(self, only: KeyQueue | None = None) -> RequestView | None:
+        """The first request in the total order among lanes that are not parked. O(log n).
+
+        Args:
+            only: Look at the lanes of this batch_key alone. O(its lanes).
+        """
         sole = self._sole
         if sole is not None:
             heap = sole.heap
@@ -118,54 +124,54 @@ class WaitingQueue:
                 return None
             first: RequestView = heap[0][-1]
             return first
+        if only is not None:
+            lanes = [lane for lane in only.lanes.values() if lane.heap and not lane.parked]
+            head: RequestView | None = min([lane.heap[0] for lane in lanes])[-1] if lanes else None
+            return head
         heads = self._heads
         while heads:
             entry = heads[0]
             view: RequestView = entry[-1]
             lane: LaneQueue | None = view._lane
-            if lane is not None and view._entry is entry:
-                if not lane.parked and lane.heap and lane.heap[0] is entry:
-                    return view
-                if lane.shown is entry:
-                    lane.shown = None
+            if lane is not None and lane.shown is entry:
+                return view
             heappop(heads)
         return None
 
-    def pop(self) -> RequestView:
+    def pop(self, view: RequestView) -> None:
         """Take the request that ``peek`` just returned out of its heap. O(log n).
 
         It stays counted until ``settle_pop`` or comes back by ``restore``.
         """
-        lane = self._sole
-        if lane is None:
-            lane = heappop(self._heads)[-1]._lane
-        view: RequestView = heappop(lane.heap)[-1]
+        lane: LaneQueue = view._lane
+        heappop(lane.heap)
         if lane.dead or self._sole is None:
-            self._show_head(lane)
-        return view
+            self._refresh(lane)
 
-    def _show_head(self, lane: LaneQueue) -> None:
-        """Drop dead entries from the top of a lane and put its first live one among the heads."""
+    def _refresh(self, lane: LaneQueue) -> None:
+        """Drop dead entries from the top of a lane and list its first live one among the heads.
+
+        To be called whenever a lane's first entry may have changed: ``shown`` is what is listed.
+        """
         heap = lane.heap
-        while heap:
-            entry = heap[0]
-            if entry[-1]._entry is entry:
-                if self._sole is None and not lane.parked and lane.shown is not entry:
-                    self._show(lane, entry)
-                return
+        while heap and heap[0][-1]._entry is not heap[0]:
             heappop(heap)
             lane.dead -= 1
-
-    def _show(self, lane: LaneQueue, entry: Entry) -> None:
-        lane.shown = entry
-        heappush(self._heads, entry)
+        first = heap[0] if heap and not lane.parked else None
+        if self._sole is None and lane.shown is not first:
+            lane.shown = first
+            if first is not None:
+                heads = self._heads
+                heappush(heads, first)
+                if len(heads) > _SMALL and len(heads) > 2 * len(self.lanes):
+                    self._heads = [one.shown for one in self.lanes.values() if one.shown]
+                    heapify(self._heads)
 
     def restore(self, view: RequestView) -> None:
         """Undo ``pop``. O(log n)."""
         lane: LaneQueue = view._lane
         heappush(lane.heap, view._entry)
-        if self._sole is None and lane.heap[0] is view._entry and not lane.parked:
-            self._show(lane, view._entry)
+        self._refresh(lane)
 
     def settle_pop(self, view: RequestView) -> None:
         """Make ``pop`` final: the request no longer waits. O(1)."""
@@ -198,14 +204,13 @@ class WaitingQueue:
         if lane.size == 0:
             lane.heap.clear()
             lane.dead = 0
+            lane.shown = None
         elif lane.heap[0] is entry:
-            self._show_head(lane)
+            self._refresh(lane)
         elif len(lane.heap) > _SMALL and lane.dead > lane.size:
             lane.heap = [e for e in lane.heap if e[-1]._entry is e]
             lane.dead = 0
             heapify(lane.heap)
-        if len(self._heads) > _SMALL and len(self._heads) > 2 * (len(self.lanes) + lane.size):
-            self._rebuild_heads()
 
     def _close(self, lane: LaneQueue) -> None:
         key_queue = lane.key_queue
@@ -215,15 +220,10 @@ class WaitingQueue:
             del self.keys[key_queue.batch_key]
         self._see_whether_sole()
 
-    def _rebuild_heads(self) -> None:
-        self._heads = []
-        for lane in self.lanes.values():
-            lane.shown = None
-            self._show_head(lane)
-
     def park(self, lane: LaneQueue) -> None:
         """Leave a lane out of ``peek`` until ``unpark``. O(1)."""
         lane.parked = True
+        lane.shown = None
 
     def unpark(self, lane: LaneQueue) -> None:
         """Bring a parked lane back. O(log n)."""
@@ -231,7 +231,7 @@ class WaitingQueue:
         if lane.size == 0:
             self._close(lane)
         else:
-            self._show_head(lane)
+            self._refresh(lane)
 
     def oldest_arrival_at(self, key_queue: KeyQueue) -> float:
         """Arrival instant of the oldest request under a batch_key, ``inf`` if none. O(log n)."""

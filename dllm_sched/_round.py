@@ -78,6 +78,7 @@ def stage_round(
     capacity = running.capacity
     memory = capacity.memory
     idle = not running.size
+    only: KeyQueue | None = None
     room = capacity.max_num_seqs - running.size
     pages = running.free_pages
     need = 0
@@ -91,7 +92,7 @@ def stage_round(
     try:
         if asking.due and (idle or asking.due_every_step):
             _hold_back(asking, queue, parked, staged, now, counts_of)
-        while (view := queue.peek()) is not None:
+        while (view := queue.peek(only)) is not None:
             if len(views) >= room:
                 staged.block(view, BlockedBy.SLOTS)
                 break
@@ -107,7 +108,8 @@ def stage_round(
                 verdict = admission.admit(state, view, round)
                 if verdict is not _ADMIT:
                     if verdict is Verdict.SKIP:
-                        aside.append(queue.pop())
+                        queue.pop(view)
+                        aside.append(view)
                         if len(aside) < _SKIPS_PER_ROUND:
                             continue
                         staged.block(aside[0], BlockedBy.POLICY)
@@ -121,9 +123,9 @@ def stage_round(
                     parked.append(view._lane)
                     queue.park(view._lane)
                     continue
-            queue.pop()
-            if idle and not views and len(queue.keys) > 1:
-                _start_one_key(queue, view, parked)
+            queue.pop(view)
+            if idle:
+                only = view._lane.key_queue  # an empty engine starts one batch_key
             views.append(view)
             pages -= need
             if round is not None:
@@ -163,10 +165,9 @@ def stage_round(
     for one in aside:
         queue.restore(one)
     staged.state = state
-    if parked:
-        staged.waits_for_next_round = bool(idle and views)
-        for lane in parked:
-            queue.unpark(lane)
+    for lane in parked:
+        queue.unpark(lane)
+    staged.waits_for_next_round = bool(idle and views and len(queue.keys) > 1)
     return staged
 
 
@@ -186,13 +187,3 @@ def _hold_back(
             for lane in key.lanes.values():
                 parked.append(lane)
                 queue.park(lane)
-
-
-def _start_one_key(queue: WaitingQueue, view: RequestView, parked: list[LaneQueue]) -> None:
-    """Park every other batch_key: rows of one batch share one, and an idle engine starts one."""
-    for key in queue.keys.values():
-        if key is not view._lane.key_queue:
-            for lane in key.lanes.values():
-                if not lane.parked:
-                    parked.append(lane)
-                    queue.park(lane)

@@ -113,6 +113,13 @@ class Capacity:
     window_blocks: int | None = attrs.field(default=None, validator=_count_or_none)
 
     def __attrs_post_init__(self) -> None:
+        if self.memory is not None and (
+            isinstance(self.memory, type) or not callable(getattr(self.memory, "peak_pages", None))
+        ):
+            raise ConfigError(
+                "Capacity: memory must be a memory model such as GrowingKV(page_size=16), got "
+                f"{self.memory!r}"
+            )
         if (self.num_pages is None) != (self.memory is None):
             raise ConfigError(
                 "Capacity: give num_pages and memory together (or neither, for slots only), got "

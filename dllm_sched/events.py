@@ -229,17 +229,21 @@ def from_json(line: str) -> Event:
         fields = json.loads(line)
         kind = _TYPES[fields.pop("event")]
         if "request" in fields:
-            fields["request"] = Request(**{k: _number(v) for k, v in fields["request"].items()})
+            fields["request"] = Request(**{k: _number(k, v) for k, v in fields["request"].items()})
         for name, enum_type in _ENUMS.items():
             if name in fields and kind is not RequestRejected:
                 fields[name] = enum_type(fields[name])
-        event: Event = kind(**{k: _number(v) for k, v in fields.items()})
+        event: Event = kind(**{k: _number(k, v) for k, v in fields.items()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"not an event: {line[:200]!r} ({error!r})") from error
     return event
 
 
-def _number(value: Any) -> Any:
-    if value == "inf":
-        return math.inf
-    return -math.inf if value == "-inf" else value
+_INSTANTS = frozenset("at arrived_at admitted_at deadline_at queue_timeout_s waited_s".split())
+
+
+def _number(name: str, value: Any) -> Any:
+    """Turn the words for infinity back into numbers, where a number stands."""
+    if name not in _INSTANTS or not isinstance(value, str):
+        return value
+    return {"inf": math.inf, "-inf": -math.inf}[value]

@@ -86,6 +86,11 @@ def _identifier(_request: Any, field: attrs.Attribute[str], value: object) -> No
         raise ConfigError(f"request: {field.name} must be a non-empty str, got {value!r}")
 
 
+def _text(request: Any, field: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(f"request {request.id!r}: {field.name} must be a str, got {value!r}")
+
+
 def _hashable(request: Any, field: attrs.Attribute[Any], value: object) -> None:
     try:
         hash(value)
@@ -128,8 +133,8 @@ class Request:
     queue_timeout_s: float = attrs.field(default=math.inf, validator=_duration)
     request_class: Hashable = attrs.field(default="", validator=_hashable)
     batch_key: Hashable = attrs.field(default=None, validator=_hashable)
-    tenant: str = ""
-    group: str | None = None
+    tenant: str = attrs.field(default="", validator=_text)
+    group: str | None = attrs.field(default=None, validator=attrs.validators.optional(_text))
     payload: Any = attrs.field(default=None, repr=False)
 
     @property

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -154,6 +155,7 @@ class Scheduler:
     __slots__ = (
         "__weakref__",
         "_asking",
+        "_at",
         "_batch_knobs",
         "_batch_knobs_until",
         "_blocked",
@@ -219,7 +221,11 @@ class Scheduler:
             raise ConfigError(f"Scheduler: capacity must be a Capacity, got {capacity!r}")
         self._capacity = capacity
         self._observers = list(observers)
-        self._now = -_INF
+        for observer in self._observers:
+            if not callable(observer):
+                raise ConfigError(f"Scheduler: observers must be callables, got {observer!r}")
+        self._now = -_INF  # the latest ``now``; inf inside of a call that asks others (_locked)
+        self._at = -_INF  # the ``now`` of the present call
         self._views: dict[str, RequestView] = {}
         self._running = RunningSet(capacity)
         self._clock = self._running.clock
@@ -316,14 +322,16 @@ class Scheduler:
         view = RequestView(
             request, self._num_submitted, now, capacity.max_tokens(request, _PREFILL)
         )
-        if self._unobserved:
-            self._observe()
         asking = self._asking
-        if asking.accept:
-            reason = asking.refusal(view, self._view(now))
+        key: tuple[float, ...] = ()
+        if asking.key or asking.accept or self._unobserved:
+            with self._locked():
+                self._observe()
+                reason = asking.refusal(view, self._view(now)) if asking.accept else None
+                if reason is None:
+                    key = asking.sort_key(view)
             if reason is not None:
                 return self._reject(request, reason, now)
-        key = asking.sort_key(view) if asking.key else ()
 
         self._now = now
         queue = self._queue
@@ -446,7 +454,7 @@ class Scheduler:
             named = check_outcome(
                 batch, outcome, self._in_batch, needs_progress=self._flight_progress
             )
-        self._now = now
+        self._now = self._at = now
         self._in_flight = None
         self._clock.steps += steps
         self._count_steps()
@@ -492,19 +500,22 @@ class Scheduler:
             self._bad_clock("fail_step", now)
         if not isinstance(error, BaseException):
             raise OutcomeError(f"fail_step: error must be an exception, got {error!r}")
-        self._observe()
+        if not isinstance(rows, Mapping):
+            raise OutcomeError(f"fail_step: rows must map slots to RowFates, got {rows!r}")
         fates: list[tuple[RequestView, RowFate, tuple[float, ...]]] = []
-        for slot, fate in rows.items():
-            view = self._in_batch(slot, "fail_step")
-            if not isinstance(fate, RowFate):
-                raise OutcomeError(
-                    f"fail_step: slot {slot} ({view.request.id!r}): expected a RowFate, got "
-                    f"{fate!r}"
-                )
-            if view._status is _RUNNING:
-                key = self._asking.sort_key(view) if fate is RowFate.RESTART else ()
-                fates.append((view, fate, key))
-        self._now = now
+        with self._locked():
+            self._observe()
+            for slot, fate in rows.items():
+                view = self._in_batch(slot, "fail_step")
+                if not isinstance(fate, RowFate):
+                    raise OutcomeError(
+                        f"fail_step: slot {slot} ({view.request.id!r}): expected a RowFate, got "
+                        f"{fate!r}"
+                    )
+                if view._status is _RUNNING:
+                    key = self._asking.sort_key(view) if fate is RowFate.RESTART else ()
+                    fates.append((view, fate, key))
+        self._now = self._at = now
         self._count_steps()
         self._in_flight = None
         self._num_failed_steps += 1
@@ -554,14 +565,15 @@ class Scheduler:
         """
         if not self._now <= now < _INF:
             self._bad_clock("set_policy", now)
-        self._observe()
-        asking = Asking(policy, self._capacity, self._asking)
-        waiting = sorted(self._queue, key=lambda view: view._sequence)
-        keys = [asking.sort_key(view) for view in waiting]
-        rows = self._running.rows()
-        limits = [asking.end_limits(view) for view in rows]
+        with self._locked():
+            self._observe()
+            asking = Asking(policy, self._capacity, self._asking)
+            waiting = sorted(self._queue, key=lambda view: view._sequence)
+            keys = [asking.sort_key(view) for view in waiting]
+            rows = self._running.rows()
+            limits = [asking.end_limits(view) for view in rows]
 
-        self._now = now
+        self._now = self._at = now
         self._count_steps()
         self._install(asking)
         for view, key in zip(waiting, keys, strict=True):
@@ -604,7 +616,7 @@ class Scheduler:
                         f"set_capacity: {name} cannot change from {getattr(old, name)!r} to "
                         f"{getattr(capacity, name)!r} while requests are active; drain first"
                     )
-        self._now = now
+        self._now = self._at = now
         self._count_steps()
         self._capacity = capacity
         self._running.set_capacity(capacity)
@@ -759,8 +771,9 @@ class Scheduler:
         """``next_step`` when something may have changed; see the module's docstring."""
         if not self._now <= now < _INF:
             self._bad_clock("next_step", now)
-        before = self._now
-        self._now = now
+        settled = self._now
+        self._now = _INF  # see _locked
+        self._at = now
         if self._counted_steps != self._clock.steps:
             self._count_steps()
         self._progressed = False
@@ -785,15 +798,19 @@ class Scheduler:
             self._wake_at = wake_at
             if batch is None and not self._paused and not self._dirty:
                 self._check_stall()
+            settled = now
         except BaseException as error:
             if memo is not None:
                 self._restore(memo)
             self._quiet_until = -_INF
             if not (self._progressed or self._finished or self._released):
-                self._now = before
-            elif isinstance(error, PolicyError):
-                return self._update(None, -_INF)  # tell it; the next call meets the error again
-            raise
+                raise
+            settled = now
+            if not isinstance(error, PolicyError):
+                raise
+            batch, self._wake_at = None, -_INF  # tell it; the next call meets the error again
+        finally:
+            self._now = settled
         if batch is None:
             self._quiet_until = -_INF
             return self._update(None, self._wake_at)
@@ -951,6 +968,8 @@ class Scheduler:
                 self._join(view, now, limits, knobs)
             self._progressed = True
             self._dirty = staged.waits_for_next_round
+            if self._clock.steps >= self._limit_step:
+                self._meet_step_caps()  # of a row that came back with more steps than it may have
         if staged.hopeless is not None:
             self._end(
                 staged.hopeless,
@@ -1080,6 +1099,7 @@ class Scheduler:
                 self._retire(view, how)
         for view, pages in wanted.items():
             running.grow(view, pages)
+            self._progressed = True
         self._short.clear()
         return sent_back
 
@@ -1196,7 +1216,7 @@ class Scheduler:
         self._by_reason[reason] += 1
         arrived_at, admitted_at = view._arrived_at, view._admitted_at
         steps, blocks = view._steps_base, view._num_blocks_done
-        now = self._now
+        now = self._at
         self._finished.append(
             _new(
                 Finished,
@@ -1235,7 +1255,7 @@ class Scheduler:
         self._progressed = True
         self._touch()
         if self._watch and slot is not None:
-            self._emit(RequestPreempted(self._now, request.id, slot, kept))
+            self._emit(RequestPreempted(self._at, request.id, slot, kept))
 
     def _arm(self, view: RequestView, instant: float, reason: FinishReason) -> None:
         """Let a request end at an instant (``inf``: never)."""
@@ -1332,7 +1352,7 @@ class Scheduler:
             if asking.knobs_at_blocks:
                 self._knob_boundaries.append(view)
         if self._watch:
-            self._emit(BlockDone(self._now, view.request.id, blocks, tokens, view.num_steps))
+            self._emit(BlockDone(self._at, view.request.id, blocks, tokens, view.num_steps))
 
     def _change_phase(self, view: RequestView, phase: Phase) -> None:
         if phase is view._phase:
@@ -1344,7 +1364,7 @@ class Scheduler:
         if self._asking.admit or self._asking.settle:
             self._dirty = True  # fewer tokens in rows: a token budget may have room now
         if self._watch:
-            self._emit(PhaseChanged(self._now, view.request.id, phase))
+            self._emit(PhaseChanged(self._at, view.request.id, phase))
 
     def _meet_step_caps(self) -> None:
         """End the rows that met their step cap, and find when the next one may."""
@@ -1444,24 +1464,43 @@ class Scheduler:
     def _flush_events(self) -> None:
         events = self._events
         self._events = []
-        for observer in tuple(self._observers):
-            try:
-                for event in events:
-                    observer(event)
-            except Exception:
-                logging.getLogger("dllm_sched").exception(
-                    "observer %r raised and was removed", observer
-                )
-                self._observers.remove(observer)
-                self._set_watch()
+        with self._locked():
+            for observer in tuple(self._observers):
+                try:
+                    for event in events:
+                        observer(event)
+                except Exception:
+                    logging.getLogger("dllm_sched").exception(
+                        "observer %r raised and was removed", observer
+                    )
+                    self._observers.remove(observer)
+                    self._set_watch()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Refuse calls from inside a policy's hook or an observer, at no cost to any call.
+
+        While others are asked, ``_now`` is later than any ``now`` can be.
+        """
+        now = self._now
+        self._now = _INF
+        try:
+            yield
+        finally:
+            self._now = now
 
     def _set_now(self, call: str, now: float) -> None:
         if not self._now <= now < _INF:
             self._bad_clock(call, now)
-        self._now = now
+        self._now = self._at = now
         self._count_steps()
 
     def _bad_clock(self, call: str, now: object) -> None:
+        if self._now == _INF:
+            raise EngineProtocolError(
+                f"{call}: called from inside another call, by a policy's hook or an observer; note "
+                "it, and make the call after the outer one has returned"
+            )
         raise ClockError(
             f"{call}: now must be finite seconds that never go backward, got {now!r} after "
             f"{self._now!r}; is another clock mixed in?"
@@ -1491,7 +1530,7 @@ class Scheduler:
         """The state in a line, for error messages."""
         running = self._running
         return (
-            f"[now={self._now} waiting={self._queue.size} running={running.size} "
+            f"[now={self._at} waiting={self._queue.size} running={running.size} "
             f"free_slots={len(running.free_slots)} free_pages={running.free_pages} "
             f"draining={self._draining} paused={self._paused} head={self._queue.peek()!r} "
             f"blocked={self._blocked} due_at={self._due_at} policy={self.policy.name!r}]"

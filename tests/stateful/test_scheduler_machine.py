@@ -290,7 +290,7 @@ class Machine:
             deadline_at=rng.choice([math.inf, self.now + rng.random() * 8, self.now - 1.0]),
             queue_timeout_s=rng.choice([math.inf, math.inf, 2.0]),
             request_class=rng.choice("ab"),
-            batch_key=rng.choice([None, None, None, "lora"]),
+            batch_key=rng.choice([None, None, None, "x", "y", "z"]),
         )
         if not fresh:
             with pytest.raises(ValueError, match="is still"):

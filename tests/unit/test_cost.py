@@ -1,5 +1,6 @@
 """An unchanged step costs the same whatever stands around it. Counted, never timed."""
 
+import gc
 import sys
 from collections import Counter
 
@@ -38,6 +39,8 @@ def count(function, *args):
         counts[event] += event == "c_call"
 
     tracer, profiler = sys.gettrace(), sys.getprofile()
+    gc.collect()
+    gc.disable()  # a collection in between would be counted, with the hooks that others put on it
     try:
         sys.settrace(trace)
         function(*args)
@@ -47,6 +50,7 @@ def count(function, *args):
     finally:
         sys.setprofile(profiler)
         sys.settrace(tracer)
+        gc.enable()
     return +counts
 
 

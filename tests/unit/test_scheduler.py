@@ -754,6 +754,103 @@ def test_a_wrong_verdict_is_named(bad: Any) -> None:
     s.check_invariants()
 
 
+def test_who_is_passed_over_among_many_batch_keys_is_not_forgotten() -> None:
+    def later(rv: Any, round: Any) -> Verdict:
+        early = rv.request.batch_key == "a" and round.view.now < 2
+        return Verdict.SKIP if early else Verdict.ADMIT
+
+    s = make(1, Policy(admission=later))
+    for i, key in enumerate("abcbcbc"):
+        s.submit(req(f"{key}{i}", batch_key=key), now=0.0)
+    served = []
+    now = 0.0
+    while s.has_work():
+        batch = s.next_step(now=now).batch
+        s.check_invariants()
+        assert batch is not None
+        served.append(batch.rows[0].request.id)
+        now += 1.0
+        s.complete_step(batch, finish(0), now=now)
+    assert served == ["b1", "c2", "a0", "b3", "c4", "b5", "c6"]
+
+
+def test_a_call_from_inside_a_call_is_refused_and_harms_nothing() -> None:
+    calls: list[Any] = []
+    refused: list[str] = []
+
+    def meddle() -> None:
+        for call in calls:
+            try:
+                call()
+            except EngineProtocolError as error:
+                refused.append(str(error))
+
+    def admit(rv: Any, round: Any) -> Verdict:
+        meddle()
+        return Verdict.ADMIT
+
+    s = Scheduler(
+        capacity=Capacity(max_num_seqs=2),
+        policy=Policy(admission=admit, ordering=lambda rv: (meddle() or 0.0,)),
+        observers=[lambda event: meddle()],
+    )
+    calls += [
+        lambda: s.submit(req("z"), now=9.0),
+        lambda: s.cancel("a", now=9.0),
+        lambda: s.next_step(now=9.0),
+        lambda: s.set_policy(Policy(), now=9.0),
+        lambda: s.set_capacity(Capacity(max_num_seqs=1), now=9.0),
+        lambda: s.drain(now=9.0),
+    ]
+    for name in "abc":
+        s.submit(req(name), now=0.0)
+    batch = s.next_step(now=1.0).batch
+    assert batch is not None
+    told = s.complete_step(batch, finish(0), now=2.0)
+    assert [f.request.id for f in told.finished] == ["a"]
+    s.check_invariants()
+    assert s.counts() == (3, 0, 1, 1, 1)
+    assert len(refused) > 30
+    assert all("inside another call" in text or "in flight" in text for text in refused)
+
+
+def test_columns_of_an_outcome_are_tuples() -> None:
+    s = make()
+    s.submit(req("a"), now=0.0)
+    batch = s.next_step(now=0.0).batch
+    assert batch is not None
+    done = (RowFinished(row.slot, FinishReason.EOS) for row in batch.rows)
+    for bad in (
+        StepOutcome(finished=done),  # type: ignore[arg-type]
+        StepOutcome(finished=5),  # type: ignore[arg-type]
+        StepOutcome(phases={0: Phase.REUSE}),  # type: ignore[arg-type]
+        StepOutcome(masked_remaining=5),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(OutcomeError):
+            s.complete_step(batch, bad, now=1.0)
+    assert s.complete_step(batch, finish(0), now=1.0).finished
+
+
+def test_a_row_that_comes_back_past_a_new_step_cap_ends_without_another_step() -> None:
+    class SendBack(Eviction):
+        needs = frozenset({"every_step"})
+
+        def victims(self, state: Any, need_pages: int, round: Any) -> Any:
+            return [(rv, KEEP) for rv in round.youngest_first() if rv.num_steps == 5]
+
+    s = make(1, Policy(eviction=SendBack()))
+    s.submit(req("a"), now=0.0)
+    for _ in range(5):
+        batch = s.next_step(now=0.0).batch
+        assert batch is not None
+        s.complete_step(batch, now=0.0)
+    assert s.next_step(now=0.0).batch is None
+    s.set_policy(Policy(eviction=StepCap(3)), now=0.0)
+    update = s.next_step(now=0.0)
+    s.check_invariants()
+    assert [(f.reason, f.num_steps) for f in update.finished] == [(FinishReason.MAX_STEPS, 5)]
+
+
 # --- events ---
 
 
