@@ -376,7 +376,8 @@ class Scheduler:
         """Plan the next step.
 
         O(1) if nothing changed since the last one; else O(log n) per request that joins or
-        leaves, plus at most one copy of the row tuple.
+        leaves, plus at most one copy of the row tuple. While the engine is idle and the policy has
+        a timeout axis, also O(batch_keys that wait): each is asked for its due instant.
 
         Returns:
             The batch to run, or None and the instant (``wake_at``) before which nothing changes
