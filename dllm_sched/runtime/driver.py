@@ -11,9 +11,9 @@ import math
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import perf_counter
 from typing import Any, Literal, TypeVar
 
@@ -33,10 +33,11 @@ __all__ = ["Driver", "RunReport"]
 T = TypeVar("T")
 Finish = Literal["all", "running", "none"]
 Arrival = tuple[float, Request]
-Message = Callable[[BaseException | None], None]
-"""Carries out what a thread asked for; given the exception that ended the run, passes it on."""
+Message = Callable[[], None]
+"""Carries out what a thread asked for."""
 
 _CUTS: tuple[Finish, ...] = ("all", "running", "none")  # each cuts deeper than the one before
+_DRIVERS_OWN = ("submit", "next_step", "complete_step", "fail_step")
 _log = logging.getLogger("dllm_sched")
 
 
@@ -88,12 +89,13 @@ class Driver:
 
     * ``StepFailedError``: its rows restart or fail as it says, and the scheduler's
       ``max_num_seqs`` goes down to its limit, never below 1, for the rest of the run.
-    * Any other exception, or an outcome that cannot be: every row of the step restarts from
-      nothing. A request that restarted ``max_restarts`` times fails instead, with the error as its
-      ``Finished.error``; so a step that always fails ends.
+    * Any other exception, or an outcome or a ``StepFailedError`` that cannot be: every row of the
+      step restarts from nothing. A request that restarted ``max_restarts`` times fails instead,
+      with the error as its ``Finished.error``; so a step that always fails ends.
 
     An exception from anywhere else (a policy, a callback, the arrivals) leaves ``run`` and is set
-    on the future of every request that has not ended.
+    on every future that has not ended. What ``submit`` and ``call`` meet ends their own future
+    only.
 
     Args:
         scheduler: Used by this driver alone from now on.
@@ -131,6 +133,7 @@ class Driver:
         self._inbox: Inbox[Message] = Inbox(self._clock)
         self._gate = threading.Lock()  # between a put and the end of the run
         self._closed = False
+        self._open: set[Future[Any]] = set()  # not ended
         self._active: dict[str, Future[Finished | Rejected] | None] = {}
         self._restarts: dict[str, int] = {}
         self._stopping = False  # take no more requests
@@ -155,29 +158,26 @@ class Driver:
             A future that ends exactly once: with ``Finished``, with ``Rejected`` (also after the
             run is over), or with the exception that the submission or the run met. Its own
             ``cancel`` works only until the request is taken up; after that call ``cancel`` here.
+
+        Raises:
+            ConfigError: If it is not a Request.
         """
+        if not isinstance(request, Request):
+            raise ConfigError(f"submit: request must be a Request, got {request!r}")
         future: Future[Finished | Rejected] = Future()
-
-        def message(failure: BaseException | None) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            if failure is None:
-                self._submit(request, future)
-            else:
-                future.set_exception(failure)
-
-        if not self._put(message):
+        if not self._put(lambda: self._take_up(future, self._submit, request, future), future):
             future.set_result(Rejected(request.id, "draining"))
         return future
 
     def cancel(self, request_id: str) -> None:
-        """End a request in whatever state; nothing happens if it is not active."""
+        """End a request in whatever state; nothing happens if it is not active.
 
-        def message(failure: BaseException | None) -> None:
-            if failure is None:
-                self._tell(self._ask(self._scheduler.cancel, request_id))
-
-        self._put(message)
+        Raises:
+            ConfigError: If the id is not a str.
+        """
+        if not isinstance(request_id, str):
+            raise ConfigError(f"cancel: request_id must be a str, got {request_id!r}")
+        self._put(lambda: self._tell(self._ask(self._scheduler.cancel, request_id)))
 
     def call(self, method: Callable[..., Update], *args: Any) -> Future[Update]:
         """Call a method of the scheduler between two steps: ``set_policy``, ``pause``, and so on.
@@ -187,25 +187,16 @@ class Driver:
 
         Returns:
             A future of the Update, or of the exception that the call or the run met.
+
+        Raises:
+            ConfigError: If it is not callable, or a method that is the driver's own to call.
         """
+        if not callable(method):
+            raise ConfigError(f"call: method must be one of the scheduler's, got {method!r}")
+        if method in [getattr(self._scheduler, name) for name in _DRIVERS_OWN]:
+            raise ConfigError(f"call: the driver itself calls {method.__name__}")
         future: Future[Update] = Future()
-
-        def message(failure: BaseException | None) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                if failure is not None:
-                    raise failure
-                update = self._ask(method, *args)
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, DllmSchedError) and error is not failure:
-                    raise
-            else:
-                future.set_result(update)
-                self._tell(update)
-
-        if not self._put(message):
+        if not self._put(lambda: self._take_up(future, self._call, future, method, *args), future):
             future.set_exception(EngineProtocolError("call: the run is over"))
         return future
 
@@ -222,11 +213,9 @@ class Driver:
         if finish not in _CUTS:
             raise ConfigError(f"stop: finish must be one of {', '.join(_CUTS)}, got {finish!r}")
 
-        def message(failure: BaseException | None) -> None:
-            if failure is None:
-                self._stop(finish)
-
-        self._inbox.put(message)  # without the gate, for a signal handler comes here too
+        self._inbox.put(
+            lambda: self._stop(finish)
+        )  # without the gate, for a signal handler comes here too
 
     def report(self) -> RunReport:
         """Return where the time has gone so far; two of them, subtracted, tell about a step.
@@ -253,7 +242,8 @@ class Driver:
         """Serve until there is nothing left to do.
 
         Ctrl-C, unless the program handles it itself, stops with ``finish="running"``, a second
-        one with ``"none"``; only a third raises ``KeyboardInterrupt``.
+        one with ``"none"``; only a third raises ``KeyboardInterrupt``. Where Ctrl-C is ignored
+        (``nohup``, a job in the background) it stays so: end such a run with ``stop``.
 
         Args:
             arrivals: ``(seconds after the start, request)`` in order of time, taken one ahead.
@@ -267,18 +257,19 @@ class Driver:
         """
         if not math.isnan(self._began):
             raise EngineProtocolError("run: a driver runs once; build another")
-        self._started_at = self._clock()
         self._began = perf_counter()
-        failure: BaseException | None = None
-        try:
-            with _interruptible(self._interrupt):
+        with _interruptible(self._interrupt):
+            failure: BaseException | None = None
+            try:
+                self._started_at = self._clock()
                 self._serve(arrivals)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            self._ended = perf_counter()
-            self._close(failure)
+                self._close()
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self._ended = perf_counter()
+                self._end_all(failure)
         return self.report()
 
     def _serve(self, arrivals: Iterable[Arrival] | None) -> None:
@@ -287,7 +278,7 @@ class Driver:
         arrival = next(coming, None)
         while True:
             for message in inbox.drain():
-                message(None)
+                message()
             while arrival is not None and not self._stopping and self._due(arrival) <= clock():
                 self._submit(arrival[1], None)
                 arrival = next(coming, None)
@@ -327,8 +318,10 @@ class Driver:
         self._engine_s += ran - began
         try:
             update = self._scheduler.complete_step(batch, outcome, now=self._clock())
-        except OutcomeError as error:
-            self._recover(batch, error)
+        except Exception as error:
+            if isinstance(error, DllmSchedError) and not isinstance(error, OutcomeError):
+                raise
+            self._recover(batch, error)  # values of such a kind that to look at them raised
             return
         self._scheduler_s += perf_counter() - ran
         self._tell(update)
@@ -348,33 +341,58 @@ class Driver:
         for finished in update.finished:
             future = self._active.pop(finished.request.id, None)
             self._restarts.pop(finished.request.id, None)
-            if future is not None:
-                future.set_result(finished)
+            self._end(future, finished)
         if self._on_update is not None:
             self._on_update(update)
 
     # --- intake ---------------------------------------------------------------------------------
 
-    def _put(self, message: Message) -> bool:
+    def _put(self, message: Message, future: Future[Any] | None = None) -> bool:
         with self._gate:
             if not self._closed:
+                if future is not None:
+                    self._open.add(future)
                 self._inbox.put(message)
             return not self._closed
+
+    def _take_up(self, future: Future[Any], carry_out: Callable[..., None], *args: Any) -> None:
+        if future.set_running_or_notify_cancel():
+            carry_out(*args)
+        else:
+            self._open.discard(future)
+
+    def _end(self, future: Future[T] | None, result: T) -> None:
+        if future is not None:
+            future.set_result(result)
+            self._open.discard(future)
+
+    def _fail(self, future: Future[Any], error: BaseException) -> None:
+        future.set_exception(error)
+        self._open.discard(future)
+
+    def _call(self, future: Future[Update], method: Callable[..., Update], *args: Any) -> None:
+        try:
+            update = self._ask(method, *args)
+            if not isinstance(update, Update):
+                raise ConfigError(f"call: {method!r} must return an Update, got {update!r}")
+        except Exception as error:  # noqa: BLE001 - the caller's own, and the caller knows
+            self._fail(future, error)
+            return
+        self._end(future, update)
+        self._tell(update)
 
     def _submit(self, request: Request, future: Future[Finished | Rejected] | None) -> None:
         try:
             answer = self._ask(self._scheduler.submit, request)
-        except BaseException as error:
-            if future is not None:
-                future.set_exception(error)
-                if isinstance(error, DllmSchedError):
-                    return  # the caller's bug, and the caller knows
-            raise
+        except Exception as error:
+            if future is None:
+                raise
+            self._fail(future, error)  # the caller's bug, and the caller knows
+            return
         if isinstance(answer, Accepted):
             self._active[request.id] = future
             return
-        if future is not None:
-            future.set_result(answer)
+        self._end(future, answer)
         if self._on_rejected is not None:
             self._on_rejected(request, answer)
 
@@ -393,33 +411,55 @@ class Driver:
 
     def _interrupt(self, *_: object) -> None:
         self._num_interrupts += 1
+        if not math.isnan(self._ended):
+            return  # nothing is left to cut short but the answers to those who wait
         if self._num_interrupts > 2:
             raise KeyboardInterrupt
         self.stop(_CUTS[self._num_interrupts])
 
-    def _close(self, failure: BaseException | None) -> None:
-        """Answer everyone who still waits; whoever comes later is refused at the gate."""
+    def _close(self) -> None:
+        """Carry out what came too late to be served; from here on the gate refuses."""
         with self._gate:
             self._closed = True
         for message in self._inbox.drain():
-            message(failure)
-        for future in self._active.values():
-            if future is not None:
-                future.set_exception(failure)
+            message()
+
+    def _end_all(self, failure: BaseException | None) -> None:
+        """Answer everyone who still waits, whatever their callbacks raise."""
+        with self._gate:
+            self._closed = True
         self._active.clear()
+        error = failure or EngineProtocolError("run: it is over")
+        raised: BaseException | None = None
+        while self._open:
+            future = self._open.pop()
+            try:
+                if not future.done() or future.cancelled():
+                    with suppress(RuntimeError):  # cancelled, and told so
+                        if future.running() or future.set_running_or_notify_cancel():
+                            future.set_exception(error)
+            except BaseException as error_of_callback:  # noqa: BLE001 - after the others
+                raised = error_of_callback
+        if raised is not None and failure is None:
+            raise raised
 
     # --- faults ---------------------------------------------------------------------------------
 
     def _recover(self, batch: StepBatch, error: Exception) -> None:
         """Report a failed step; the class says who restarts and who fails."""
+        slots = [row.slot for row in batch.rows]
         fates: dict[int, RowFate] = {}
         capacity: Capacity | None = None
         if isinstance(error, StepFailedError):
-            fates |= dict.fromkeys(error.restart, RowFate.RESTART)
-            fates |= dict.fromkeys(error.fail, RowFate.FAIL)
-            capacity = self._lowered(error.max_num_seqs)
+            wrong = _wrong(error, slots)
+            if wrong is None:
+                fates |= {slot: RowFate.RESTART for slot in slots if slot in error.restart}
+                fates |= {slot: RowFate.FAIL for slot in slots if slot in error.fail}
+                capacity = self._lowered(error.max_num_seqs)
+            else:
+                _log.warning("StepFailedError counts as any exception: %s", wrong)
         if not fates and capacity is None:
-            fates = dict.fromkeys((row.slot for row in batch.rows), RowFate.RESTART)
+            fates = dict.fromkeys(slots, RowFate.RESTART)
         if capacity is None:
             for row in batch.rows:
                 if fates.get(row.slot) is RowFate.RESTART:
@@ -457,6 +497,21 @@ class Driver:
             _log.warning("the capacity stays: %s", error)
             return None
         return capacity
+
+
+def _wrong(error: StepFailedError, slots: Sequence[int]) -> str | None:
+    """What cannot be in it, of a step with rows in these slots."""
+    for name in ("restart", "fail"):
+        named = getattr(error, name)
+        if not isinstance(named, tuple):
+            return f"{name} must be a tuple of slots, got {named!r}"
+        for slot in named:
+            if slot not in slots:
+                return f"{name}: slot {slot!r} is not in the step"
+    most = error.max_num_seqs
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
+        return f"max_num_seqs must be an int or None, got {most!r}"
+    return None
 
 
 def _in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:

@@ -3,11 +3,12 @@
 import os
 import signal
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 
 import pytest
 
 from dllm_sched import (
+    BlockBoundary,
     Capacity,
     ConfigError,
     DuplicateRequestError,
@@ -27,6 +28,26 @@ from dllm_sched.runtime import Driver, MonotonicClock, StepFailedError, VirtualC
 from dllm_sched.testing import FakeEngine
 
 STEP_S = 0.25
+PATIENCE_S = 60  # far more than anything here takes
+
+
+@pytest.fixture
+def sigint():
+    """Ctrl-C as a program at a terminal has it: a job in the background starts ignoring it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def serve(driver):
+    """Run it until someone stops it, at the latest when patience ends."""
+    timer = threading.Timer(PATIENCE_S, driver.stop, ["none"])
+    timer.daemon = True
+    timer.start()
+    try:
+        return driver.run()
+    finally:
+        timer.cancel()
 
 
 def request(name, steps=4, **fields):
@@ -56,6 +77,7 @@ class Bench:
         self.rejected = {}
         self.batches = []
         self.on_batch = lambda number: None
+        self.on_refusal = lambda: None
         self.driver = Driver(
             self.scheduler,
             self.engine,
@@ -76,6 +98,7 @@ class Bench:
 
     def on_rejected(self, request, rejected):
         self.rejected[request.id] = rejected.reason
+        self.on_refusal()
 
     def reasons(self):
         return {name: one.reason.value for name, one in self.finished.items()}
@@ -298,21 +321,69 @@ def test_restarts_are_counted_anew_when_an_id_is_used_again():
     assert bench.engine.num_runs == 2 * (1 + 4)
 
 
-class Nonsense(FakeEngine):
-    """Once reports a finish in a slot that is not in the batch."""
+def spoilt(spoil):
+    """An engine whose second outcome is ``spoil(the true one)``."""
 
-    def run(self, batch):
-        outcome = super().run(batch)
-        if self.num_runs == 2:
-            return StepOutcome(finished=(RowFinished(3, FinishReason.EOS),))
-        return outcome
+    class Spoilt(FakeEngine):
+        def run(self, batch):
+            outcome = super().run(batch)
+            return spoil(outcome) if self.num_runs == 2 else outcome
+
+    return Spoilt
 
 
-def test_an_impossible_outcome_restarts_the_rows_like_an_exception():
-    bench = Bench(engine=Nonsense)
+class Unlooked(tuple):
+    """Raises as soon as someone looks inside."""
+
+    __slots__ = ()
+
+    def __bool__(self):
+        raise TypeError("no look")
+
+    __len__ = __iter__ = __bool__
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda outcome: StepOutcome(finished=(RowFinished(3, FinishReason.EOS),)),
+        lambda outcome: outcome._replace(finished=5),
+        lambda outcome: outcome._replace(finished=(5,)),
+        lambda outcome: outcome._replace(boundaries=(BlockBoundary(0, None, 5),)),
+        lambda outcome: outcome._replace(boundaries=(BlockBoundary([], 1, 5),)),
+        lambda outcome: outcome._replace(phases={0: 1}),
+        lambda outcome: outcome._replace(failed=Unlooked()),
+        lambda outcome: outcome._replace(masked_remaining=5),
+        lambda outcome: outcome._replace(masked_remaining=Unlooked()),
+        lambda outcome: None,
+        lambda outcome: 5,
+        lambda outcome: [],
+    ],
+)
+def test_an_impossible_outcome_restarts_the_rows_like_an_exception(spoil):
+    bench = Bench(engine=spoilt(spoil))
     bench.driver.run([(0.0, request("a"))])
     assert bench.reasons() == {"a": "length"}
     assert bench.engine.num_runs == 2 + 4
+    bench.check_clean()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"restart": [7]},
+        {"fail": [[]]},
+        {"restart": "a"},
+        {"max_num_seqs": "2"},
+        {"restart": [0], "max_num_seqs": 0.5},
+    ],
+)
+def test_a_step_failure_that_cannot_be_counts_as_any_exception(fields, caplog):
+    bench = Bench(fail_at={1: StepFailedError("?", **fields)})
+    bench.driver.run([(0.0, request("a")), (0.0, request("b"))])
+    assert bench.reasons() == {"a": "length", "b": "length"}
+    assert bench.scheduler.stats().num_preempted == 2
+    assert "counts as any exception" in caplog.text
     bench.check_clean()
 
 
@@ -411,14 +482,102 @@ def test_what_a_callback_raises_leaves_run_and_reaches_every_future():
 
 
 def test_messages_that_were_not_reached_fail_with_the_run():
-    bench = Bench()
-    bench.driver.call(lambda *, now: 1 / 0)
+    bench = Bench(policy=Policy(admission=MaxWaiting(1)))
+    bench.on_refusal = lambda: 1 / 0
+    for name in ("waits", "refused"):
+        bench.driver.submit(request(name))
     behind = bench.driver.submit(request("a")), bench.driver.call(bench.scheduler.pause)
     with pytest.raises(ZeroDivisionError):
         bench.driver.run([])
     for future in behind:
         with pytest.raises(ZeroDivisionError):
             future.result(timeout=0)
+
+
+@pytest.mark.parametrize("boom", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_every_future_ends_whatever_raises_while_the_run_closes(boom):
+    futures = []
+
+    def on_update(update):
+        if update.batch is None and not futures:  # the last one: what comes now comes too late
+            futures.extend(driver.submit(request(name)) for name in "abc")
+            futures.append(driver.call(scheduler.pause))
+            futures.append(driver.submit(request("never")))
+            assert futures[-1].cancel()
+
+    def on_rejected(request, rejected):
+        if request.id == "b":
+            raise boom
+
+    scheduler = Scheduler(capacity=Capacity(max_num_seqs=1))
+    scheduler.drain(now=0.0)
+    driver = Driver(
+        scheduler, FakeEngine(1), VirtualClock(), on_update=on_update, on_rejected=on_rejected
+    )
+    driver._draining = True
+    with pytest.raises(boom):
+        driver.run([])
+    assert wait(futures, timeout=PATIENCE_S).not_done == set()
+    assert [future.result(timeout=0).reason for future in futures[:2]] == ["draining"] * 2
+    assert [type(future.exception(timeout=0)) for future in futures[2:4]] == [boom] * 2
+
+
+@pytest.mark.parametrize("boom", [SystemExit, KeyboardInterrupt])
+def test_every_future_ends_whatever_the_callback_of_one_raises(boom):
+    def raise_boom(future):
+        raise boom
+
+    bench = Bench()
+    futures = [bench.driver.submit(request(name)) for name in "abcd"]
+    for future in futures[:2]:
+        future.add_done_callback(raise_boom)
+    with pytest.raises(boom):
+        bench.driver.run([])
+    assert wait(futures, timeout=PATIENCE_S).not_done == set()
+
+
+def test_every_future_ends_when_the_clock_is_broken():
+    def clock():
+        raise OSError("no clock")
+
+    driver = Driver(Scheduler(capacity=Capacity(max_num_seqs=1)), FakeEngine(1), clock)
+    future = driver.submit(request("a"))
+    with pytest.raises(OSError, match="no clock"):
+        driver.run([])
+    assert isinstance(future.exception(timeout=0), OSError)
+
+
+def test_what_cannot_be_a_message_is_refused_to_the_one_who_says_it():
+    bench = Bench()
+    for wrong, name in (
+        (lambda: bench.driver.submit("a"), "request"),
+        (lambda: bench.driver.cancel([]), "request_id"),
+        (lambda: bench.driver.call(5), "method"),
+        (lambda: bench.driver.call(bench.scheduler.next_step), "next_step"),
+        (lambda: bench.driver.call(bench.scheduler.submit, request("a")), "submit"),
+        (lambda: bench.driver.stop([]), "finish"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            wrong()
+    bench.driver.run([(0.0, request("a"))])
+    assert bench.reasons() == {"a": "length"}
+
+
+def test_a_call_that_goes_wrong_ends_its_own_future_only():
+    bench = Bench()
+    calls = [
+        (ZeroDivisionError, bench.driver.call(lambda *, now: 1 / 0)),
+        (ConfigError, bench.driver.call(lambda *, now: None)),
+        (TypeError, bench.driver.call(bench.scheduler.cancel, [])),
+        (TypeError, bench.driver.call(bench.scheduler.pause, 5)),
+        (TypeError, bench.driver.call(lambda: None)),
+    ]
+    served = bench.driver.submit(request("a"))
+    bench.driver.run([])
+    assert served.result(timeout=0).reason is FinishReason.LENGTH
+    for kind, future in calls:
+        assert isinstance(future.exception(timeout=0), kind)
+    bench.check_clean()
 
 
 @pytest.mark.parametrize("times", [(1.0, 0.5), (0.0, float("nan")), (float("inf"),), (-1.0, -2.0)])
@@ -442,7 +601,7 @@ def real(slots=4, **options):
 
 def test_many_threads_submit_and_cancel_while_it_serves():
     driver = real()
-    serving = threading.Thread(target=driver.run)
+    serving = threading.Thread(target=driver.run, daemon=True)
     serving.start()
     answers = {}
 
@@ -452,15 +611,15 @@ def test_many_threads_submit_and_cancel_while_it_serves():
             future = driver.submit(request(name, 1 + i % 7))
             if i % 5 == 0:
                 driver.cancel(name)
-            answers[name] = future.result(timeout=60)
+            answers[name] = future.result(timeout=PATIENCE_S)
 
-    clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    clients = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(4)]
     for one in clients:
         one.start()
     for one in clients:
-        one.join()
+        one.join(timeout=PATIENCE_S)
     driver.stop()
-    serving.join(timeout=60)
+    serving.join(timeout=PATIENCE_S)
     assert not serving.is_alive()
     assert len(answers) == 200
     reasons = {answer.reason for answer in answers.values()}
@@ -470,15 +629,15 @@ def test_many_threads_submit_and_cancel_while_it_serves():
 
 def test_stop_wakes_a_driver_that_sleeps_for_ever():
     driver = real()
-    serving = threading.Thread(target=driver.run)
+    serving = threading.Thread(target=driver.run, daemon=True)
     serving.start()
     driver.stop()
-    serving.join(timeout=60)
+    serving.join(timeout=PATIENCE_S)
     assert not serving.is_alive()
     assert driver.report().num_steps == 0
 
 
-def test_ctrl_c_finishes_what_runs_and_cancels_what_waits():
+def test_ctrl_c_finishes_what_runs_and_cancels_what_waits(sigint):
     driver = real(slots=1, steps=lambda request: request.max_new_tokens)
     interrupt = driver._engine.run
 
@@ -489,7 +648,7 @@ def test_ctrl_c_finishes_what_runs_and_cancels_what_waits():
 
     driver._engine.run = run
     futures = [driver.submit(request(name)) for name in "ab"]
-    report = driver.run()
+    report = serve(driver)
     assert report.interrupted
     assert [future.result(timeout=0).reason for future in futures] == [
         FinishReason.LENGTH,
@@ -499,7 +658,7 @@ def test_ctrl_c_finishes_what_runs_and_cancels_what_waits():
 
 
 @pytest.mark.parametrize(("presses", "raised"), [(2, False), (3, True)])
-def test_a_second_ctrl_c_cancels_and_a_third_raises(presses, raised):
+def test_a_second_ctrl_c_cancels_and_a_third_raises(sigint, presses, raised):
     driver = real(slots=1, steps=lambda request: 50)
     interrupt = driver._engine.run
 
@@ -513,9 +672,26 @@ def test_a_second_ctrl_c_cancels_and_a_third_raises(presses, raised):
     future = driver.submit(request("a"))
     if raised:
         with pytest.raises(KeyboardInterrupt):
-            driver.run()
+            serve(driver)
         assert isinstance(future.exception(timeout=0), KeyboardInterrupt)
     else:
-        driver.run()
+        serve(driver)
         assert future.result(timeout=0).reason is FinishReason.CANCELLED
         assert future.result(timeout=0).num_steps <= 2
+
+
+def test_where_ctrl_c_is_ignored_it_stays_ignored(sigint):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    driver = real(slots=1, steps=lambda request: 3)
+    engine_run = driver._engine.run
+
+    def run(batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        driver.stop()
+        return engine_run(batch)
+
+    driver._engine.run = run
+    future = driver.submit(request("a"))
+    assert not serve(driver).interrupted
+    assert future.result(timeout=0).reason is FinishReason.LENGTH
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
