@@ -41,126 +41,131 @@ __all__ = ["simulate"]
 
 _INF = math.inf
 _EOS = FinishReason.EOS
+_REUSE = Phase.REUSE
+
+
+class _Row:
+    """A request in its slot. ``due``: the step after which its next event happens; -1: it left."""
+
+    __slots__ = ("block", "due", "request", "start", "work")
+
+    def __init__(self, request: Request, start: int) -> None:
+        self.request = request
+        self.work: Work = request.payload
+        self.start = start  # the step at which its count began
+        self.block = 0  # the next one to be reported
+        self.due = -1
 
 
 class _Engine:
     """Counts steps. A row's next event stands in a heap under the step after which it happens."""
 
-    def __init__(self, num_slots: int, *, blocks: bool, phases: bool) -> None:
+    def __init__(self, *, blocks: bool, phases: bool) -> None:
         self.steps = 0  # that every row here has taken part in
+        self.prefilling: list[int] = []  # slots whose first step is not done
         self._blocks = blocks
         self._phases = phases
-        self.prefilling: list[int] = []  # slots whose first step is not done
-        self._events: list[tuple[int, int, int]] = []  # (step, slot, generation of the slot)
-        self._generation = [0] * num_slots
-        self._rows: list[tuple[Request, Work, int, int] | None] = [None] * num_slots
+        self._events: list[tuple[int, int, int, _Row]] = []  # (step, serial number, slot, row)
+        self._serial = 0  # events of one step come in the order in which they were foreseen
+        self._rows: dict[int, _Row] = {}  # by slot
         self._kept: dict[str, int] = {}  # steps that a preempted request had done
 
     def join(self, batch: StepBatch) -> None:
-        for row in batch.joined:
-            slot, request = row.slot, row.request
-            while slot >= len(self._rows):
-                self._rows.append(None)
-                self._generation.append(0)
-            done = self._kept.pop(request.id, 0) if row.resumed else 0
-            work: Work = request.payload
-            # (request, work, the step at which its count began, its next block)
-            start = self.steps - done
-            block = 0
+        for slot, request, phase, _, _, resumed in batch.joined:
+            done = self._kept.pop(request.id, 0) if resumed else 0
+            row = self._rows[slot] = _Row(request, self.steps - done)
             if self._blocks:
-                while block < work.num_blocks and work.block_ends[block] <= done:
-                    block += 1
-            self._rows[slot] = (request, work, start, block)
-            self._generation[slot] += 1
-            self._push(slot)
-            if self._phases and row.phase is Phase.PREFILL:
+                ends = row.work.block_ends
+                while row.block < len(ends) and ends[row.block] <= done:
+                    row.block += 1
+            self._foresee(slot, row)
+            if self._phases and phase is Phase.PREFILL:
                 self.prefilling.append(slot)
 
-    def _push(self, slot: int) -> None:
-        row = self._rows[slot]
-        if row is not None:
-            _, work, start, block = row
-            end = work.num_steps
-            if self._blocks and block < len(work.block_ends) - 1:
-                end = work.block_ends[block]
-            heappush(self._events, (start + end, slot, self._generation[slot]))
+    def _foresee(self, slot: int, row: _Row) -> None:
+        ends = row.work.block_ends
+        if self._blocks and row.block < len(ends) - 1:
+            row.due = row.start + ends[row.block]
+        else:
+            row.due = row.start + row.work.num_steps
+        self._serial += 1
+        heappush(self._events, (row.due, self._serial, slot, row))
 
     def next_event(self) -> float:
         """The step after which something happens, ``inf`` if nothing does."""
         events = self._events
-        while events and events[0][2] != self._generation[events[0][1]]:
+        while events:
+            due, _, _, row = events[0]
+            if row.due == due:
+                return due
             heappop(events)
-        return events[0][0] if events else _INF
+        return _INF
 
     def sit_out(self, batch: StepBatch, steps: int) -> None:
         """Rows that are not in the batch do not advance: their counts begin later. O(rows)."""
         inside = {row.slot for row in batch.rows}
-        moved = False
-        for slot, row in enumerate(self._rows):
-            if row is not None and slot not in inside:
-                request, work, start, block = row
-                self._rows[slot] = (request, work, start + steps, block)
-                self._generation[slot] += 1
-                moved = True
-        if moved:
-            live = [e for e in self._events if e[2] == self._generation[e[1]]]
-            self._events = live
+        for slot, row in self._rows.items():
+            if slot not in inside:
+                row.start += steps
+                self._foresee(slot, row)
+        if len(self._events) > 64 + 2 * len(self._rows):
+            self._events = [event for event in self._events if event[3].due == event[0]]
             heapify(self._events)
-            for slot, row in enumerate(self._rows):
-                if row is not None and slot not in inside:
-                    self._push(slot)
 
     def outcome(self, batch: StepBatch, *, progress: bool) -> StepOutcome:
         """What happens after the steps counted so far."""
-        if self.next_event() > self.steps and not progress and not self.prefilling:
-            return NOTHING
+        steps, events = self.steps, self._events
         finished: list[RowFinished] = []
         boundaries: list[BlockBoundary] = []
-        while self.next_event() <= self.steps:
-            _, slot, _ = heappop(self._events)
-            row = self._rows[slot]
-            if row is None:
-                continue
-            request, work, start, block = row
-            if self.steps - start >= work.num_steps:
+        while events and events[0][0] <= steps:
+            due, _, slot, row = heappop(events)
+            if row.due != due:
+                continue  # it left, or sat out
+            work, done = row.work, steps - row.start
+            if done >= work.num_steps:
                 finished.append(RowFinished(slot, _EOS))
-                self._rows[slot] = None
-                self._generation[slot] += 1
+                self._drop(slot)
                 continue
-            while work.block_ends[block] <= self.steps - start:
-                block += 1
-            kv_tokens = request.prompt_len + block * request.block_length
-            boundaries.append(BlockBoundary(slot, block, kv_tokens))
-            self._rows[slot] = (request, work, start, block)
-            self._push(slot)
-        remaining = tuple(self._masked(row.slot) for row in batch.rows) if progress else None
-        phases = tuple(
-            PhaseChange(slot, Phase.REUSE)
-            for slot in self.prefilling
-            if self._rows[slot] is not None
-        )
-        self.prefilling.clear()
-        return StepOutcome(tuple(finished), tuple(boundaries), phases, (), remaining)
+            while work.block_ends[row.block] <= done:
+                row.block += 1
+            kv_tokens = work.prompt_len + row.block * work.block_length
+            boundaries.append(BlockBoundary(slot, row.block, kv_tokens))
+            self._foresee(slot, row)
+        phases: tuple[PhaseChange, ...] = ()
+        if self.prefilling:
+            rows = self._rows
+            phases = tuple(PhaseChange(slot, _REUSE) for slot in self.prefilling if slot in rows)
+            self.prefilling.clear()
+        if progress:
+            remaining = tuple(self._masked(row.slot) for row in batch.rows)
+            return StepOutcome(tuple(finished), tuple(boundaries), phases, (), remaining)
+        if not (finished or boundaries or phases):
+            return NOTHING
+        return StepOutcome(tuple(finished), tuple(boundaries), phases)
 
     def _masked(self, slot: int) -> int:
-        row = self._rows[slot]
+        row = self._rows.get(slot)
         if row is None:
             return 0
-        _, work, start, _ = row
-        left = work.num_steps - (self.steps - start)
+        work = row.work
+        left = work.num_steps - (self.steps - row.start)
         return math.ceil(work.num_blocks * work.block_length * left / work.num_steps)
+
+    def _drop(self, slot: int) -> None:
+        row = self._rows.pop(slot, None)
+        if row is not None:
+            row.due = -1
 
     def release(self, update: Update) -> None:
         for slot, request, _, kept in update.released:
             if slot is None:
                 self._kept.pop(request.id, None)
                 continue
-            row = self._rows[slot]
-            if row is not None and row[0] is request:
+            row = self._rows.get(slot)
+            if row is not None and row.request is request:
                 if kept:
-                    self._kept[request.id] = self.steps - row[2]
-                self._rows[slot] = None
-                self._generation[slot] += 1
+                    self._kept[request.id] = self.steps - row.start
+                self._drop(slot)
 
 
 def simulate(
@@ -215,7 +220,7 @@ def simulate(
         blocks = grows or "blocks" in needs
     run = _Run(
         scheduler,
-        _Engine(capacity.max_num_seqs, blocks=blocks, phases=phases),
+        _Engine(blocks=blocks, phases=phases),
         service,
         _plain_request if make_request is None else make_request,
         jump=jump,
