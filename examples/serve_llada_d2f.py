@@ -7,7 +7,7 @@
 
 Without ``--model`` the model in the box runs: small, offline, on any CPU, with answers that can be
 checked. Requests arrive by a Poisson process, faster than they can be served unless ``--rate`` says
-otherwise, or when a trace says so. Each finished request is printed; then comes one table.
+otherwise, or when a trace says so. The first finished requests are printed; then comes one table.
 Ctrl-C stops the intake, lets running requests finish, and reports; again: cancels these as well.
 """
 
@@ -19,31 +19,51 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Self
 
-from dllm_sched import ConfigError, Finished, FinishReason, Policy, Scheduler, Update, presets
-from dllm_sched.runtime import Driver, RunReport
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
+
+def leave(*_: object) -> None:
+    """Handle Ctrl-C while there is nothing to clean up."""
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def hear_ctrl_c(before: object, handler: object) -> None:
+    """Change what Ctrl-C does, unless the program was started to ignore it, as by nohup."""
+    if signal.getsignal(signal.SIGINT) is before:
+        signal.signal(signal.SIGINT, handler)
+
+
+if __name__ == "__main__":  # to import torch takes seconds
+    hear_ctrl_c(signal.default_int_handler, leave)
 try:
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Table
 
+    from dllm_sched import ConfigError, Finished, FinishReason, Policy, Scheduler, Update, presets
+    from dllm_sched.runtime import Driver, RunReport
     from dllm_sched_hf import D2FEngine, D2FRequest, LLaDAModelLM, box, load_model
 except ModuleNotFoundError as missing:
     sys.exit(f"error: {missing}; run: pip install -e '.[hf]'")
+hear_ctrl_c(leave, signal.default_int_handler)
 
 COMPARED = ("per_request", "fixed_fill", "continuous")
 TRACE_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens")
 DONE = (FinishReason.EOS, FinishReason.LENGTH)
 REFRESH_S = 0.25
 BOX_REQUESTS = 200
+LINES = 10
 QUESTIONS = (
     "A baker sells 12 rolls an hour and 3 cakes a day. How many rolls in an 8-hour day?",
     "Name three rivers that flow into the Mediterranean.",
@@ -71,7 +91,7 @@ class Served(NamedTuple):
     policy: str
     report: RunReport
     metrics: dict[str, Any]
-    num_failed: int
+    failed: list[Finished]
 
 
 # --- command line -------------------------------------------------------------------------------
@@ -98,6 +118,10 @@ def number(low: float, *, whole: bool = False, above: bool = False, high: float 
     return parse
 
 
+def lines(text: str) -> float:
+    return sys.maxsize if text == "all" else number(0, whole=True, high=sys.maxsize)(text)
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         description=__doc__.partition("\n\n")[0], formatter_class=argparse.RawTextHelpFormatter
@@ -107,30 +131,38 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--lora", help="LoRA directory or hub id; default: the box's for the box, else none")
     add("--device", help="cpu, cuda, ...; default: cuda if there is any")
     add("--dtype", help="float32, bfloat16, ...; default: bfloat16 on cuda, else float32")
-    add("--threads", type=number(1, whole=True),
+    add("--threads", type=number(1, whole=True, high=1024),
         help="of the CPU; default: torch's, or 1 if the model in the box is faster so")  # fmt: skip
     add("--policy", default="all", choices=("all", *sorted(presets.PRESETS)), help="default: all")
-    add("--batch-size", type=number(1, whole=True), default=16, help="slots; default: 16")
+    add(
+        "--batch-size", type=number(1, whole=True, high=4096), default=16, help="slots; default: 16"
+    )
     add("--timeout", type=number(0), default=0.12, help="of fixed_fill, seconds; default: 0.12")
-    add("--requests", type=number(1, whole=True), help="how many; default: what the source has")
+    add("--requests", type=number(1, whole=True, high=10**6),
+        help="how many; default: what the source has")  # fmt: skip
     add("--rate", type=number(0, above=True), default=500.0,
         help="Poisson arrivals per second, inf = all at once; default: 500")  # fmt: skip
     add("--trace", type=Path, help=f"CSV with {','.join(TRACE_COLUMNS)}: arrivals and lengths;\n"
         "prompts are random tokens unless --prompts gives them")  # fmt: skip
     add("--prompts", type=Path, help='JSON lines with {"prompt": ...}, or one prompt a line')
     add("--seed", type=int, default=0, help="of arrivals, prompts and draws; default: 0")
-    add("--max-new-tokens", type=number(1, whole=True), help="default: 48 for the box, else 256")
-    add("--block-length", type=number(1, whole=True), help="default: 8 for the box, else 32")
+    add("--max-new-tokens", type=number(1, whole=True, high=10**6),
+        help="default: 48 for the box, else 256")  # fmt: skip
+    add("--block-length", type=number(1, whole=True, high=10**6),
+        help="default: 8 for the box, else 32")  # fmt: skip
     for name in ("block-add", "decoded-token", "skip"):
         default = box.DECODING[f"{name.replace('-', '_')}_threshold"]
         add(f"--{name}-threshold", type=number(0, high=1), default=default,
             help=f"default: {default}")  # fmt: skip
     add("--temperature", type=number(0), default=0.0, help="default: 0, the most probable token")
-    add("--lines", type=number(0, whole=True), default=sys.maxsize,
-        help="finished requests to print per policy; default: all")  # fmt: skip
+    add("--lines", type=lines, help="finished requests to print per policy, or all;\n"
+        f"default: {LINES}, or 0 with --json")  # fmt: skip
     add("--json", action="store_true",
         help="one JSON object on standard output, everything else on standard error")  # fmt: skip
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.lines is None:
+        args.lines = 0 if args.json else LINES
+    return args
 
 
 # --- the workload -------------------------------------------------------------------------------
@@ -139,7 +171,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Return the lines that are not blank, with their numbers from 1."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Excel begins with a byte order mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: {error}") from None
     lines = [(i, line) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -158,11 +190,15 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         where = f"{path}, line {i}"
         try:
             found = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}") from None
         prompt = found.get("prompt") if isinstance(found, dict) else None
         if not isinstance(prompt, str) or not prompt.strip():
             raise ConfigError(f'{where}: expected {{"prompt": "some text"}}, got {line.strip()}')
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where}: the prompt is no text: {error}") from None
         prompts.append((where, prompt))
     return prompts
 
@@ -170,7 +206,7 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
 def read_trace(path: Path) -> list[tuple[str, float, int, int]]:
     """Return (where it stands, arrival in seconds, prompt tokens, output tokens) of each line."""
     (first, header), *lines = read_lines(path)
-    names = [name.strip() for name in next(csv.reader([header]))]
+    names = [name.strip() for name in split(f"{path}, line {first}", header)]
     missing = [name for name in TRACE_COLUMNS if name not in names]
     if missing:
         raise ConfigError(
@@ -181,7 +217,7 @@ def read_trace(path: Path) -> list[tuple[str, float, int, int]]:
     before = 0.0
     for i, line in lines:
         where = f"{path}, line {i}"
-        cells = dict(zip(names, next(csv.reader([line])), strict=False))
+        cells = dict(zip(names, split(where, line), strict=False))
         at_s = cell(where, cells, "arrival_s", float)
         if not before <= at_s < math.inf:
             raise ConfigError(
@@ -197,6 +233,13 @@ def read_trace(path: Path) -> list[tuple[str, float, int, int]]:
     if not trace:
         raise ConfigError(f"{path}: has a header but no arrivals")
     return trace
+
+
+def split(where: str, line: str) -> list[str]:
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise ConfigError(f"{where}: not CSV: {error}") from None
 
 
 def cell(where: str, cells: dict[str, str], name: str, kind: type) -> Any:
@@ -235,6 +278,13 @@ def make_jobs(args: argparse.Namespace, model: LLaDAModelLM, text: Text) -> list
     """Build every request before the clock starts: what is measured is serving."""
     rng = random.Random(args.seed)
     trace = None if args.trace is None else read_trace(args.trace)
+    for where, _, *sizes in trace or ():  # before anything of such a size is made
+        for name, size in zip(TRACE_COLUMNS[1:], sizes, strict=True):
+            if size > model.config.max_sequence_length:
+                raise ConfigError(
+                    f"{where}: {name} must be <= {model.config.max_sequence_length}, the model's "
+                    f"window, got {size}"
+                )
     prompts: Iterator[tuple[str, str | list[int], str | None]]
     if args.prompts is not None:
         listed = read_prompts(args.prompts)
@@ -312,12 +362,12 @@ def make_job(
 def make_engine(args: argparse.Namespace, model: LLaDAModelLM, jobs: Sequence[Job]) -> D2FEngine:
     """Build an engine with room for what these requests need, and check each of them."""
     longest = max(job.request.max_total_tokens for job in jobs)
-    engine = D2FEngine(
-        model,
-        max_num_seqs=args.batch_size,
-        max_len=min(longest, model.config.max_sequence_length),
-        clock=perf_counter,
-    )
+    max_len = min(longest, model.config.max_sequence_length)
+    try:
+        engine = D2FEngine(model, max_num_seqs=args.batch_size, max_len=max_len, clock=perf_counter)
+    except (MemoryError, RuntimeError) as error:
+        what = f"{args.batch_size} slots of {max_len} tokens"
+        raise ConfigError(f"--batch-size: no room for {what}: {error}") from None
     for job in jobs:
         try:
             engine.check(job.request)
@@ -364,6 +414,9 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self.show()
         self._progress.stop()
+        num_hidden = len(self.finished) - self._num_shown
+        if num_hidden and self._num_shown:
+            self._console.print(f"  ... and {num_hidden} more; --lines all shows them")
 
     def on_update(self, update: Update) -> None:
         self.finished += update.finished
@@ -434,6 +487,8 @@ def serve(
     with display:
         display.started_at = driver.clock()
         report = driver.run((job.at_s, job.request) for job in jobs)
+        if report.interrupted:  # all that is left is to report
+            hear_ctrl_c(signal.default_int_handler, signal.SIG_IGN)
     stats = scheduler.stats()
     done = [one for one in display.finished if one.reason in DONE]
     lasted_s = max((one.finished_at for one in display.finished), default=math.nan)
@@ -454,7 +509,7 @@ def serve(
         "num_exact": None if None in verdicts or not done else sum(verdicts),
     }
     failed = [one for one in display.finished if one.reason is FinishReason.ERROR]
-    return Served(policy.name, report, metrics, len(failed))
+    return Served(policy.name, report, metrics, failed)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float | None:
@@ -543,19 +598,22 @@ def run(args: argparse.Namespace) -> int:
         if runs[-1].report.interrupted:
             console.print(f"interrupted during {name}; what was done until then:", style="yellow")
             break
+    hear_ctrl_c(signal.default_int_handler, signal.SIG_IGN)
     if args.json:
         print(json.dumps({one.policy: one.metrics for one in runs}))
     else:
         console.print(table_of(runs, len(jobs), model))
-    num_failed = sum(one.num_failed for one in runs)
-    if num_failed:
-        console.print(f"{num_failed} requests failed; their lines say why", style="red")
+    failed = [finished for one in runs for finished in one.failed]
+    if failed:
+        first = f"the first, {failed[0].request.id}: {failed[0].error!r}"
+        console.print(f"{len(failed)} requests failed; {first}", style="red", markup=False)
     if runs[-1].report.interrupted:
-        return 130
-    return 1 if num_failed else 0
+        return INTERRUPTED
+    return 1 if failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    before = signal.getsignal(signal.SIGINT)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     args = parse_args(argv)
     try:
@@ -564,9 +622,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        hear_ctrl_c(signal.default_int_handler, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+    finally:
+        hear_ctrl_c(signal.SIG_IGN, before)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    hear_ctrl_c(signal.default_int_handler, signal.SIG_IGN)  # it ends anyway
+    sys.exit(code)

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
+PATIENCE_S = 300  # far more than anything here takes
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_llada_d2f.py"
+BIG = 9999999999999999999999
+WHOLE_NUMBERS = (
+    "--requests",
+    "--batch-size",
+    "--threads",
+    "--max-new-tokens",
+    "--block-length",
+    "--seed",
+    "--lines",
+)
 KEYS = {
     "requests_per_s",
     "tokens_per_s",
@@ -89,10 +103,23 @@ def test_each_finished_request_is_a_line_and_the_table_comes_last(serve):
     assert "requests/s" in out[out.rindex(" -> ") :]
 
 
-def test_lines_can_be_limited(serve):
-    code, out, _ = serve("--requests", 5, "--batch-size", 2, "--policy", "continuous", "--lines", 2)
+@pytest.mark.parametrize(
+    ("options", "num_lines"),
+    [
+        ([], 10),
+        (["--lines", 2], 2),
+        (["--lines", 0], 0),
+        (["--lines", "all"], 13),
+        (["--json"], 0),
+        (["--json", "--lines", 3], 3),
+    ],
+)
+def test_a_few_lines_are_shown_unless_told_otherwise(serve, options, num_lines):
+    code, out, err = serve("--requests", 13, "--policy", "continuous", *options)
     assert code == 0
-    assert out.count(" -> ") == 2
+    shown = err if "--json" in options else out
+    assert shown.count(" -> ") == num_lines
+    assert (f"and {13 - num_lines} more" in shown) == (0 < num_lines < 13)
 
 
 def test_a_trace_says_when_and_how_long(serve, write):
@@ -100,7 +127,7 @@ def test_a_trace_says_when_and_how_long(serve, write):
         "trace.csv",
         "arrival_s,prompt_tokens,output_tokens\n0.0,12,8\n0.01,30,20\n0.02,5,3\n",
     )
-    code, out, err = serve("--trace", trace, "--policy", "continuous", "--json")
+    code, out, err = serve("--trace", trace, "--policy", "continuous", "--json", "--lines", "all")
     assert code == 0, err
     metrics = json.loads(out)["continuous"]
     assert metrics["num_requests"] == 3
@@ -138,7 +165,15 @@ def test_any_preset_can_be_served(serve):
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1.5,1\n", "line 2: prompt_tokens"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1,0\n", "line 2: output_tokens"),
         ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,1\n", "line 2: output_tokens"),
-        ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,9999,4\n", "line 2: request 'r0'"),
+        ("t.csv", "arrival_s,prompt_tokens,output_tokens\n0,9999,4\n", "line 2: prompt_tokens"),
+        ("t.csv", f"arrival_s,prompt_tokens,output_tokens\n0,{BIG},4\n", "line 2: prompt_tokens"),
+        ("t.csv", f"arrival_s,prompt_tokens,output_tokens\n0,4,{BIG}\n", "line 2: output_tokens"),
+        ("t.csv", f"arrival_s,prompt_tokens,output_tokens\n0,{10**9},4\n", "line 2: prompt_tok"),
+        ("t.csv", f"arrival_s,prompt_tokens,output_tokens\n{'9' * 400},4,4\n", "line 2: arrival"),
+        ("t.csv", f"arrival_s,prompt_tokens,output_tokens\n0,{'1' * 200_000},4\n", "line 2: not"),
+        ("p.jsonl", '{"prompt": "\\ud800"}\n', "line 1: the prompt is no text"),
+        ("p.jsonl", '{"prompt": 1}\n' + "[" * 100_000, "line 1: expected"),
+        ("p.jsonl", '{"prompt": "spell a 1"}\n' + "[" * 100_000, "line 2: not JSON"),
         ("p.jsonl", '{"prompt": "spell a 1"}\n{"prompt": 7}\n', "line 2: expected"),
         ("p.jsonl", '{"prompt": "spell a 1"}\n{"prompt\n', "line 2: not JSON"),
         ("p.txt", "spell a 1\nspell a xyzzy\n", "line 2: not a word of the box"),
@@ -168,6 +203,7 @@ def test_a_bad_file_is_named_with_its_line(serve, write, name, text, message):
         ["--trace", "no-such-file.csv"],
         ["--dtype", "int32"],
         ["--device", "abacus"],
+        *([option, str(BIG)] for option in WHOLE_NUMBERS),
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(serve, options):
@@ -178,21 +214,94 @@ def test_a_bad_option_is_one_line_and_exit_code_2(serve, options):
     assert "Traceback" not in err
 
 
+def test_a_trace_may_begin_with_a_byte_order_mark(serve, write):
+    trace = write("trace.csv", "\ufeffarrival_s,prompt_tokens,output_tokens\n0.0,12,8\n")
+    code, out, err = serve("--trace", trace, "--policy", "continuous", "--json")
+    assert code == 0, err
+    assert json.loads(out)["continuous"]["num_requests"] == 1
+
+
+@contextmanager
+def started(*command, **options):
+    """Start Python as at a terminal, where Ctrl-C is heard; kill it when patience ends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # else it starts deaf too
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        with process:
+            yield process
+    finally:
+        timer.cancel()
+
+
 def test_ctrl_c_drains_and_reports_what_was_done():
-    options = ["--json", "--requests", "2000", "--threads", "1"]
-    command = [sys.executable, "-u", str(EXAMPLE), *options]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    options = ["--json", "--requests", "2000", "--threads", "1", "--lines", "all"]
+    with started(EXAMPLE, *options) as process:
         for line in process.stderr:
             if " -> " in line:  # it serves
                 break
         process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        results = json.loads(process.stdout.read())
-    assert process.returncode == 130
+        out, rest = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130, rest
+    results = json.loads(out)
     assert list(results) == ["per_request"]
     assert 1 <= results["per_request"]["num_requests"] < 2000
     assert "cancelled" in rest
     assert "interrupted during per_request" in rest
     assert "Traceback" not in rest
+
+
+def test_ctrl_c_during_the_imports_is_one_word(tmp_path):
+    press = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "torch.py").write_text(press)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with started(EXAMPLE, env=os.environ | {"PYTHONPATH": path}) as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+LATE = """
+import atexit, json, os, runpy, signal, sys
+import dllm_sched_hf
+
+def press():
+    os.kill(os.getpid(), signal.SIGINT)
+
+def dumps(value, **options):
+    if isinstance(value, dict) and "continuous" in value:
+        press()  # while it reports
+    return true_dumps(value, **options)
+
+def run(engine, batch):
+    if interrupts and any(row.request.id == "r9" for row in batch.joined):
+        press()
+    return true_run(engine, batch)
+
+true_dumps, json.dumps = json.dumps, dumps
+true_run, dllm_sched_hf.D2FEngine.run = dllm_sched_hf.D2FEngine.run, run
+interrupts = sys.argv.pop(1) == "yes"
+atexit.register(press)  # while it ends
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("interrupts", "code"), [("yes", 130), ("no", 0)])
+def test_ctrl_c_after_the_serving_changes_nothing(interrupts, code):
+    options = "--json --requests 12 --batch-size 2 --threads 1 --policy continuous".split()
+    with started("-c", LATE, interrupts, EXAMPLE, *options) as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, err
+    assert list(json.loads(out)) == ["continuous"]
+    assert "Traceback" not in err
