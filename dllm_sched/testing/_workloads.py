@@ -190,6 +190,19 @@ class _Maker:
             group=rng.choice((None, "g")),
         )
 
+    def keyed(self, at: float) -> Action:
+        """Draw a request of one of many batch_keys and tenants, small, of any priority."""
+        rng = self.rng
+        return self.request(
+            at,
+            prompt_len=rng.randrange(1, 5),
+            max_new_tokens=rng.choice((4, 8)),
+            priority=rng.randrange(-2, 3),
+            request_class=rng.choice(("chat", "code", "sum")),
+            batch_key=rng.choice((None, "lora", "other", "third", "fourth")),
+            tenant=rng.choice("abc"),
+        )
+
     def hurried(self, at: float) -> Action:
         """Draw a request with a deadline and a limit to its waiting."""
         rng = self.rng
@@ -230,6 +243,15 @@ def _rough(make: _Maker, most: int) -> list[Action]:
     ]
 
 
+def _keys(make: _Maker, most: int) -> list[Action]:
+    """Requests of many batch_keys that wait together: in two bursts, and a few in between."""
+    half = most // 2
+    actions = [make.keyed(0.0) for _ in range(half)]
+    actions += [make.keyed(1.0 + k / 2) for k in range(most // 4)]
+    actions += [make.keyed(2.0 + most / 8) for _ in range(half)]
+    return actions
+
+
 def _day(  # noqa: PLR0911  # a table
     name: str, make: _Maker, most: int
 ) -> tuple[list[Action], float]:
@@ -247,6 +269,8 @@ def _day(  # noqa: PLR0911  # a table
             return [make.mixed(4.0 * k) for k in range(5)], 24.0
         case "hurried":
             return _arrivals(make, make.hurried, 0.5, most), 2.0 + most / 4
+        case "keys":
+            return _keys(make, most), 4.0 + most / 4
         case "rough":
             return _rough(make, most), 4.0 + most / 2
         case _:
@@ -265,7 +289,7 @@ def _workload(name: str, capacity: Capacity, seed: int) -> Workload:
 
 def workloads(capacity: Capacity, seed: int) -> tuple[Workload, ...]:
     """The days to live through; those about memory only if ``capacity`` leaves memory open."""
-    names = ("nobody", "one", "burst", "steady", "trickle", "hurried", "rough")
+    names = ("nobody", "one", "burst", "steady", "trickle", "hurried", "keys", "rough")
     days = [_workload(name, capacity, seed) for name in names]
     if capacity.memory is not None:
         return (*days, _workload("tight", capacity, seed))

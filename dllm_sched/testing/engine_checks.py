@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import attrs
@@ -99,14 +100,28 @@ def check_engine(
         trial.together("restarted", everyone, slots=max_num_seqs, fail_at=fail_at)
     if can_sit_out:
         policy = Policy(composition=_EveryOther(), name="every other row")
-        trial.together("sitting out", everyone, slots=max_num_seqs, policy=policy)
+        with _optional("can_sit_out", "takes any selection of the rows that hold a slot"):
+            trial.together("sitting out", everyone, slots=max_num_seqs, policy=policy)
     if can_resume:
         policy = Policy(eviction=_KeepAndResume(), name="keep and resume")
-        trial.together("resumed", everyone, slots=max_num_seqs, policy=policy)
+        with _optional("can_resume", "keeps the progress of preempted rows"):
+            trial.together("resumed", everyone, slots=max_num_seqs, policy=policy)
     if make_bad_request is not None:
         bad = {num_requests + index: make_bad_request(index) for index in range(2)}
         mixed = (everyone[0], num_requests, *everyone[1:], num_requests + 1)
         trial.together("failing row", mixed, slots=max_num_seqs, bad=bad)
+
+
+@contextmanager
+def _optional(option: str, ability: str) -> Iterator[None]:
+    """Tell whoever breaks a rule in here how an engine without the ability is checked."""
+    try:
+        yield
+    except EngineCheckError as error:
+        raise EngineCheckError(
+            f"{error}\n  Only an engine that {ability} need keep this rule; check others with "
+            f"{option}=False"
+        ) from error
 
 
 class _Answer(NamedTuple):

@@ -134,8 +134,16 @@ def _capacity(policy: Policy, capacity: Capacity | None) -> Capacity:
         capacity = Capacity(max_num_seqs=size)
         if _takes(policy, capacity):
             return capacity
-    policy.validate(Capacity(max_num_seqs=_SIZES[-1]))
-    raise ConfigError("check_policy: the policy accepts no number of slots; give a capacity")
+    why = ""
+    try:
+        policy.validate(Capacity(max_num_seqs=_SIZES[-1]))
+    except ConfigError as error:
+        why = f" ({error})"
+    raise ConfigError(
+        "check_policy: no capacity was given, and of its own, Capacity(max_num_seqs=n) with n = "
+        f"{_SIZES[0]}, {_SIZES[1]}, ..., {_SIZES[-1]}, the policy accepts none{why}; pass one that "
+        "it accepts: check_policy(policy, capacity=Capacity(max_num_seqs=...))"
+    )
 
 
 # --- the same again, otherwise ----------------------------------------------------------------

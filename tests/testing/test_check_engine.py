@@ -264,6 +264,15 @@ def test_what_an_engine_cannot_do_is_not_asked_of_it():
     check(AdvancesRowsThatSitOut, can_sit_out=False)
 
 
+@pytest.mark.parametrize(
+    ("broken", "option"),
+    [(ForgetsKeptProgress, "can_resume=False"), (AdvancesRowsThatSitOut, "can_sit_out=False")],
+)
+def test_the_message_says_how_to_check_engines_that_cannot(broken, option):
+    with pytest.raises(EngineCheckError, match=option):
+        check(broken)
+
+
 def test_output_says_what_must_be_equal():
     check(KnowsItsSlot, output=lambda pair: pair[0])
 

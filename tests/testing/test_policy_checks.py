@@ -47,6 +47,8 @@ from dllm_sched.policies import (
     presets,
 )
 from dllm_sched.testing import POLICY_RULES, PolicyCheckError, check_policy
+from dllm_sched.testing._play import Play
+from dllm_sched.testing._workloads import workloads
 
 SHELF = runpy.run_path(str(Path(__file__).with_name("broken_policies.py")))["SHELF"]
 
@@ -127,6 +129,14 @@ class LanesInTurn(Admission):
         return Verdict.SKIP_LANE if round.view.running_by_lane.get(lane, 0) >= 2 else Verdict.ADMIT
 
 
+class LowLast(Admission):
+    """Low priorities stand aside while anybody else waits."""
+
+    def admit(self, state, rv, round):
+        aside = rv.request.priority < 0 and round.view.num_waiting > 1
+        return Verdict.SKIP if aside and not round.view.draining else Verdict.ADMIT
+
+
 class PrefillFirst(AllRows):
     needs = frozenset({"rows", "every_step"})
 
@@ -196,6 +206,7 @@ SOUND = {
         eviction=lambda rv: (math.inf, 7),
         control=lambda rv, view: ({"threshold": 0.9}, view.now + 1),
     ),
+    "low_last": Policy(admission=LowLast()),
     "states": Policy(ordering=ServedByTenant(), admission=Deficit() & Slots(4)),
     "needs": Policy(
         admission=LanesInTurn(),
@@ -280,6 +291,26 @@ def test_nothing_is_left_behind():
     assert set(vars(__import__("time"))) == modules
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_are_passed_over_while_three_batch_keys_wait(seed):
+    most = 0
+
+    class Counts(LowLast):
+        needs = frozenset({"lanes"})
+
+        def admit(self, state, rv, round):
+            nonlocal most
+            verdict = super().admit(state, rv, round)
+            if verdict is Verdict.SKIP and not round.view.num_running:
+                keys = {key for (_, key), n in round.view.waiting_by_lane.items() if n}
+                most = max(most, len(keys))
+            return verdict
+
+    for day in workloads(Capacity(max_num_seqs=4), seed):
+        Play(Policy(admission=Counts()), day).to_end()
+    assert most >= 3
+
+
 LOGS = """
 import hashlib
 from dllm_sched import Capacity, Policy
@@ -305,7 +336,16 @@ def test_decisions_do_not_depend_on_the_hash_seed():
             check=True,
             capture_output=True,
             text=True,
+            timeout=300,
         ).stdout
         for seed in ("0", "1", "4242")
     }
     assert len(digests) == 1
+
+
+def test_a_policy_that_wants_more_slots_than_are_tried_is_told_whose_they_are():
+    with pytest.raises(ConfigError) as caught:
+        check_policy(Policy(admission=Slots(5000)))
+    assert "no capacity was given" in str(caught.value)
+    assert "4096" in str(caught.value)
+    assert "capacity=Capacity(max_num_seqs=" in str(caught.value)
