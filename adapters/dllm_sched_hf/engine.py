@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import attrs
 import numpy as np
@@ -63,6 +63,14 @@ _LLADA_MASK_ID = 126336
 KNOBS = ("block_add_threshold", "decoded_token_threshold", "skip_threshold", "temperature")
 """The settings that a control strategy may change while a row runs (``Row.knobs``)."""
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
+"""Temperatures above 0 lie between these: logits divided by them stay finite in float32."""
+
+MAX_STOP_IDS = 256
+"""A request's stop ids are compared with every committed token, for all rows at once."""
+
+_MAX_TOKEN_ID = 2**31 - 1  # of any vocabulary; check() knows the model's
+
 # Padded attention cells (query x key) worth less than the calls that a further group costs.
 _SPLIT_CELLS = {"cpu": 2**14, "cuda": 2**19}
 
@@ -110,40 +118,77 @@ class D2FOutput(NamedTuple):
     trace: tuple[dict[str, Any], ...] | None = None  #: one entry per forward, if the engine traces
 
 
-def _token_ids(value: Sequence[int]) -> tuple[int, ...]:
-    return tuple(value)
+def _shown(value: object) -> str:
+    """Return a short text of any value: some have none, and huge ints refuse to be printed."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a message about a bad value must not fail on that value
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _optional_token_ids(value: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value)
+def _is_int(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_token_ids(
-    request: Request, field: attrs.Attribute[Any], value: tuple[int, ...] | None
-) -> None:
-    for token in value or ():
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+def _tuple(value: Any) -> Any:
+    """Return a tuple of what can be iterated over, anything else as it is: validators refuse it."""
+    try:
+        return tuple(value)
+    except TypeError:
+        return value
+
+
+def _num_tokens(request: D2FRequest) -> int:
+    return len(request.prompt) if isinstance(request.prompt, tuple) else 0
+
+
+def _check_ids(where: str, value: object, highest: int = _MAX_TOKEN_ID) -> None:
+    if not isinstance(value, tuple):
+        raise ConfigError(f"{where} must be a sequence of token ids, got {_shown(value)}")
+    for token in value:
+        if not _is_int(token) or not 0 <= token <= highest:
             raise ConfigError(
-                f"request {request.id!r}: {field.name} must hold token ids >= 0, got {token!r}"
+                f"{where} must hold token ids (ints) from 0 to {highest}, got {_shown(token)}"
             )
 
 
-def _check_prompt(request: Request, field: attrs.Attribute[Any], value: tuple[int, ...]) -> None:
+def _check_prompt(request: Request, field: attrs.Attribute[Any], value: object) -> None:
+    _check_ids(f"request {request.id!r}: {field.name}", value)
     if not value:
         raise ConfigError(f"request {request.id!r}: prompt is empty: give at least one token")
-    _check_token_ids(request, field, value)
+
+
+def _check_stop_ids(request: Request, field: attrs.Attribute[Any], value: object) -> None:
+    if value is not None:
+        _check_ids(f"request {request.id!r}: {field.name}", value)
+
+
+def _check_bool(request: Request, field: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(
+            f"request {request.id!r}: {field.name} must be True or False, got {_shown(value)}"
+        )
 
 
 def _check_knob(where: str, name: str, value: object) -> None:
-    low, high = 0.0, (math.inf if name == "temperature" else 1.0)
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not low <= value <= high
-        or value == math.inf
-    ):
-        span = ">= 0 and finite" if name == "temperature" else "in [0, 1]"
-        raise ConfigError(f"{where}: {name} must be a number {span}, got {value!r}")
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if name == "temperature":
+        ok = number == 0 or MIN_TEMPERATURE <= number <= MAX_TEMPERATURE
+        span = f"0 or in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
+    else:
+        ok, span = 0 <= number <= 1, "in [0, 1]"
+    if not ok:
+        raise ConfigError(f"{where}: {name} must be a number {span}, got {_shown(value)}")
+
+
+def _check_knobs(where: str, knobs: Mapping[str, Any]) -> None:
+    for name, value in knobs.items():
+        if name not in KNOBS:
+            raise ConfigError(
+                f"{where}: unknown {_shown(name)}, this engine takes {', '.join(KNOBS)}"
+            )
+        _check_knob(where, name, value)
 
 
 def _check_setting(request: Request, field: attrs.Attribute[Any], value: object) -> None:
@@ -151,8 +196,10 @@ def _check_setting(request: Request, field: attrs.Attribute[Any], value: object)
 
 
 def _check_seed(request: Request, field: attrs.Attribute[int], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not -(2**63) <= value < 2**63:
-        raise ConfigError(f"request {request.id!r}: {field.name} must be an int64, got {value!r}")
+    if not _is_int(value) or not -(2**63) <= value < 2**63:
+        raise ConfigError(
+            f"request {request.id!r}: {field.name} must be an int64, got {_shown(value)}"
+        )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -160,17 +207,19 @@ class D2FRequest(Request):
     """A request with its prompt and its decoding settings.
 
     Attributes:
-        prompt: Token ids, at least one, none of them the mask id.
+        prompt: Token ids of the vocabulary, at least one, none of them the mask id.
         prompt_len: Derived from ``prompt``.
         seed: Key of this request's draws, int64; matters only at ``temperature`` > 0.
         temperature: Divides the logits before a token is drawn; 0 = the most probable token.
+            Otherwise in [0.001, 1e6], which float32 survives.
         block_add_threshold: Decoded share of the last block, in [0, 1], from which on the next
             block is appended.
         decoded_token_threshold: Decoded share of a block, in [0, 1], from which on the next block
             is fully activated: it then commits at least one token per step.
         skip_threshold: A position commits when its confidence is above this; in [0, 1], and at 1
             no position ever does by itself.
-        stop_token_ids: Ids that end the answer; None = the engine's.
+        stop_token_ids: Ids of the vocabulary that end the answer, at most 256 of them and not the
+            mask id; None = the engine's.
         truncate_at_stop: Finish as soon as everything before the first stop id is committed, and
             cut the answer there. False = the reference: a stop id only keeps further blocks from
             being opened, and the answer keeps all its tokens.
@@ -183,20 +232,18 @@ class D2FRequest(Request):
     Source: defaults from the D2F evaluation settings for LLaDA (arXiv 2508.09192, public scripts).
     """
 
-    prompt: tuple[int, ...] = attrs.field(converter=_token_ids, validator=_check_prompt, repr=False)
-    prompt_len: int = attrs.field(
-        init=False, default=attrs.Factory(lambda self: len(self.prompt), takes_self=True)
-    )
+    prompt: tuple[int, ...] = attrs.field(converter=_tuple, validator=_check_prompt, repr=False)
+    prompt_len: int = attrs.field(init=False, default=attrs.Factory(_num_tokens, takes_self=True))
     seed: int = attrs.field(default=0, validator=_check_seed)
     temperature: float = attrs.field(default=0.0, validator=_check_setting)
     block_add_threshold: float = attrs.field(default=0.1, validator=_check_setting)
     decoded_token_threshold: float = attrs.field(default=0.95, validator=_check_setting)
     skip_threshold: float = attrs.field(default=0.9, validator=_check_setting)
     stop_token_ids: tuple[int, ...] | None = attrs.field(
-        default=None, converter=_optional_token_ids, validator=_check_token_ids
+        default=None, converter=_tuple, validator=_check_stop_ids
     )
-    truncate_at_stop: bool = True
-    whole_blocks_only: bool = False
+    truncate_at_stop: bool = attrs.field(default=True, validator=_check_bool)
+    whole_blocks_only: bool = attrs.field(default=False, validator=_check_bool)
 
     @property
     def max_blocks(self) -> int:
@@ -208,8 +255,9 @@ class D2FRequest(Request):
 
 def default_stop_ids(model: LLaDAModelLM) -> tuple[int, ...]:
     """Return end of text and, in the published LLaDA vocabulary, end of turn."""
-    ids = (model.config.eos_token_id,)
-    return (*ids, LLADA_END_OF_TURN_ID) if model.config.mask_token_id == _LLADA_MASK_ID else ids
+    config = model.config
+    published = config.mask_token_id == _LLADA_MASK_ID and config.vocab_size > LLADA_END_OF_TURN_ID
+    return (config.eos_token_id, *((LLADA_END_OF_TURN_ID,) if published else ()))
 
 
 @attrs.define(eq=False)
@@ -244,11 +292,15 @@ class D2FEngine:
         max_num_seqs: Slots, >= 1.
         max_len: Tokens a slot can hold, prompt and whole blocks; None = the model's window. The KV
             cache takes ``2 * n_layers * max_num_seqs * max_len * n_kv_heads * head_dim`` values.
-        stop_token_ids: For requests that name none; None = :func:`default_stop_ids`.
+        stop_token_ids: For requests that name none, under the same rules; None =
+            :func:`default_stop_ids`.
         trace: Attach to every output one entry per forward (for parity; costs Python time).
         report_masked: Fill ``StepOutcome.masked_remaining``.
         clock: Seconds; if given, ``forward_s`` accumulates the time inside the model's forward.
             On CUDA that is launch to results, on CPU embedding to logits.
+
+    Raises:
+        ConfigError: If an argument is out of its range; names it.
 
     Attributes:
         num_forwards: Forwards so far, each for all rows of its step.
@@ -276,20 +328,26 @@ class D2FEngine:
         if not isinstance(base, LLaDAModelLM):
             raise ConfigError(f"model must be a LLaDAModelLM, got {type(base).__name__}")
         window = base.config.max_sequence_length
-        if max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs must be >= 1, got {max_num_seqs!r}")
-        if max_len is not None and not 1 <= max_len <= window:
+        if not _is_int(max_num_seqs) or max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs must be an int >= 1, got {_shown(max_num_seqs)}")
+        if max_len is not None and not (_is_int(max_len) and 1 <= max_len <= window):
             raise ConfigError(
-                f"max_len must be in 1..{window} (the model's window), got {max_len!r}"
+                f"max_len must be an int in 1..{window} (the model's window), got {_shown(max_len)}"
             )
+        for name, flag in (("trace", trace), ("report_masked", report_masked)):
+            if not isinstance(flag, bool):
+                raise ConfigError(f"{name} must be True or False, got {_shown(flag)}")
+        if clock is not None and not callable(clock):
+            raise ConfigError(f"clock must be a function without arguments, got {_shown(clock)}")
         self.model = base.eval()
         self.max_num_seqs = max_num_seqs
         self.max_len = window if max_len is None else max_len
         self.mask_token_id = base.config.mask_token_id
         self.vocab_size = base.config.vocab_size
-        self.stop_token_ids = (
-            default_stop_ids(base) if stop_token_ids is None else tuple(stop_token_ids)
-        )
+        self.stop_token_ids: tuple[int, ...] = default_stop_ids(base)
+        if stop_token_ids is not None:
+            self.stop_token_ids = _tuple(stop_token_ids)
+            self._check_stop_ids("stop_token_ids", self.stop_token_ids)
         self.num_forwards = self.num_tokens = 0
         self.forward_s = 0.0
         self._clock = clock
@@ -329,8 +387,9 @@ class D2FEngine:
         """Raise if this engine cannot run the request. O(prompt).
 
         Raises:
-            ConfigError: Wrong type, mask id or unknown id in the prompt, no whole block, or a
-                window that does not fit after rounding to blocks; names the field and the fix.
+            ConfigError: Wrong type, mask id or unknown id in the prompt or among the stop ids, no
+                whole block, or a window that does not fit after rounding to blocks; names the
+                field and the fix.
         """
         self._checked(request)
 
@@ -351,23 +410,33 @@ class D2FEngine:
                 f"{where}: prompt holds id {max(request.prompt)}, but the model's vocabulary has "
                 f"{self.vocab_size} ids"
             )
-        if self.mask_token_id in (request.stop_token_ids or ()):
-            raise ConfigError(
-                f"{where}: stop_token_ids holds the mask id, which is never committed: remove it"
-            )
+        if request.stop_token_ids is not None:
+            self._check_stop_ids(f"{where}: stop_token_ids", request.stop_token_ids)
         if request.max_blocks < 1:
             raise ConfigError(
-                f"{where}: max_new_tokens {request.max_new_tokens} holds no whole block of "
-                f"block_length {request.block_length}: raise it, or set whole_blocks_only=False"
+                f"{where}: max_new_tokens {_shown(request.max_new_tokens)} holds no whole block of "
+                f"block_length {_shown(request.block_length)}: raise it, or set "
+                "whole_blocks_only=False"
             )
         if request.max_total_tokens > self.max_len:
             raise ConfigError(
                 f"{where}: prompt of {request.prompt_len} and max_new_tokens "
-                f"{request.max_new_tokens} in {request.max_blocks} blocks of "
-                f"{request.block_length} need {request.max_total_tokens} positions, but max_len is "
-                f"{self.max_len}: shorten the prompt or lower max_new_tokens"
+                f"{_shown(request.max_new_tokens)} in {_shown(request.max_blocks)} blocks of "
+                f"{_shown(request.block_length)} need {_shown(request.max_total_tokens)} "
+                f"positions, but max_len is {self.max_len}: shorten the prompt or lower "
+                "max_new_tokens"
             )
         return request
+
+    def _check_stop_ids(self, where: str, ids: tuple[int, ...]) -> None:
+        _check_ids(where, ids, self.vocab_size - 1)
+        if self.mask_token_id in ids:
+            raise ConfigError(
+                f"{where} holds the mask id {self.mask_token_id}, which is never committed: remove "
+                "it"
+            )
+        if len(ids) > MAX_STOP_IDS:
+            raise ConfigError(f"{where} holds {len(ids)} ids: at most {MAX_STOP_IDS} are taken")
 
     def capacity(self) -> Capacity:
         """Return what a scheduler may put on this engine: slots, with memory set aside for each."""
@@ -379,8 +448,13 @@ class D2FEngine:
         Cut like the final answer will be; each call returns an extension of the one before.
 
         Raises:
+            ConfigError: If this engine has no such slot.
             EngineProtocolError: If no row is in ``slot``.
         """
+        if not _is_int(slot) or not 0 <= slot < self.max_num_seqs:
+            raise ConfigError(
+                f"slot must be an int in 0..{self.max_num_seqs - 1}, got {_shown(slot)}"
+            )
         tenant = self._tenants[slot]
         if tenant is None:
             raise EngineProtocolError(f"slot {slot}: holds no row; ask between join and release")
@@ -403,18 +477,22 @@ class D2FEngine:
 
         Returns:
             Rows that finished (``output`` is a :class:`D2FOutput`), whose finished blocks grew,
-            whose next forward is of another kind, or that failed alone. O(tokens) plus a constant
-            number of small host operations.
+            whose next forward is of another kind, or that failed alone: an unsuitable request, an
+            unknown or out-of-range knob of its own, NaN or infinite logits. O(tokens) plus a
+            constant number of small host operations.
 
         Raises:
             StepOutOfMemoryError: The forward did not fit; nobody has advanced.
             EngineProtocolError: A row is not in its slot, or cannot be resumed here.
-            ConfigError: A knob is unknown or out of range.
+            ConfigError: A knob of the whole batch is unknown or out of range.
         """
+        if batch.knobs is not self._last_batch[1]:
+            _check_knobs("batch knobs", batch.knobs)
         failed = self._join(batch.joined)
         slots = self._select(batch, failed)
         if len(slots) == 0:
-            return StepOutcome(failed=tuple(failed))
+            masked = (0,) * len(batch.rows) if self._report_masked else None
+            return StepOutcome(failed=tuple(failed), masked_remaining=masked)
         plan, ranges = self._group(slots)
         try:
             confidence, token = self._forward(plan, ranges)
@@ -501,7 +579,10 @@ class D2FEngine:
         return failed
 
     def _select(self, batch: StepBatch, failed: list[RowFailed]) -> Ints:
-        """Return the batch's slots, ascending, with their knobs in force."""
+        """Return the batch's slots, ascending, with their knobs in force.
+
+        A row whose own knobs are bad is left out and joins ``failed``.
+        """
         if not failed and self._last_batch[0] is batch.rows and self._last_batch[1] is batch.knobs:
             return self._slots
         lost = {row.slot for row in failed}
@@ -515,6 +596,12 @@ class D2FEngine:
                     f"slot {row.slot}: the batch has request {row.request.id!r} there, which never "
                     "joined or was released"
                 )
+            try:
+                _check_knobs(f"request {row.request.id!r}: knobs", row.knobs)
+            except ConfigError as error:
+                # Its slot stays its own until release(): if this step fails, it comes again.
+                failed.append(RowFailed(row.slot, error))
+                continue
             self._apply(
                 row.slot, tenant, {**batch.knobs, **row.knobs} if batch.knobs else row.knobs
             )
@@ -528,13 +615,6 @@ class D2FEngine:
         """Set the row's thresholds and temperature: the request's, overridden by its knobs."""
         if tenant.knobs is not None and knobs == tenant.knobs:
             return
-        where = f"request {tenant.request.id!r}: knobs"
-        for name, value in knobs.items():
-            if name not in KNOBS:
-                raise ConfigError(
-                    f"{where}: unknown {name!r}, this engine takes {', '.join(KNOBS)}"
-                )
-            _check_knob(where, name, value)
         for name in KNOBS:
             value = knobs.get(name, getattr(tenant.request, name))
             if name == "temperature":

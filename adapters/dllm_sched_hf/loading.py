@@ -13,13 +13,15 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
+from transformers.utils.logging import set_tqdm_hook
 
 from dllm_sched.errors import ConfigError
 from dllm_sched_hf.modeling_llada import LLaDAConfig, LLaDAModelLM
@@ -40,7 +42,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         found = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device: {device!r} is not a torch device, e.g. cpu or cuda") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {device!r} is not available here: use cpu")
@@ -76,8 +78,9 @@ def load_model(
     """Load a checkpoint, put a LoRA on it, and move it to where it will run.
 
     Args:
-        model: Directory or hub id of a checkpoint in the published layout (one file or shards).
-        lora: Directory or hub id of a PEFT LoRA, or None.
+        model: Directory or hub id of a checkpoint in the published layout (one file or shards). A
+            ``Path`` is always a directory; so is a string that cannot be a hub id.
+        lora: Directory or hub id of a PEFT LoRA, or None; told apart in the same way.
         merge: Add the LoRA into the weights (faster); False keeps it beside them.
         device: None = CUDA if present, else CPU.
         dtype: Name or torch dtype; None = bfloat16 on CUDA, float32 elsewhere.
@@ -93,23 +96,62 @@ def load_model(
             over, a LoRA for another base or for other modules; names file and fix.
     """
     where = resolve_device(device)
-    base = _load_base(model, resolve_dtype(dtype, where))
+    for field, flag in (("merge", merge), ("allow_base_mismatch", allow_base_mismatch)):
+        if not isinstance(flag, bool):
+            raise ConfigError(f"{field} must be True or False, got {flag!r:.80}")
+    if base_name is not None and not isinstance(base_name, str):
+        raise ConfigError(f"base_name must be a str or None, got {base_name!r:.80}")
+    _check_place("model", model)
     if lora is not None:
-        _check_lora(lora, model, base_name, allow_base_mismatch=allow_base_mismatch)
-        base = _add_lora(base, lora, merge=merge)
+        _check_place("lora", lora)
+    with _quiet():
+        base = _load_base(model, resolve_dtype(dtype, where))
+        if lora is not None:
+            _check_lora(lora, model, base_name, allow_base_mismatch=allow_base_mismatch)
+            base = _add_lora(base, lora, merge=merge)
     return base.requires_grad_(False).to(where).eval()
+
+
+def _check_place(field: str, place: object) -> None:
+    """Refuse what is neither a directory nor possibly a hub id: nobody looks it up on the hub."""
+    if not isinstance(place, str | os.PathLike) or not str(place):
+        raise ConfigError(f"{field} must be a directory or a hub id, got {place!r:.80}")
+    if Path(place).is_dir():
+        return
+    name = str(place)
+    is_path = isinstance(place, os.PathLike) or name.startswith((".", "~", "/"))
+    if is_path or "\\" in name or name.count("/") > 1 or name.endswith("/"):
+        raise ConfigError(f"{field}: no directory {name!r}; give a directory or a hub id")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence others while they load, and leave everything as it was.
+
+    transformers draws a bar over the tensors and reports missing ones as a reason to train them
+    (ours is an error); an unreachable hub logs every retry before the error that says so.
+    Progress of downloads stays visible.
+    """
+    noise = [
+        logging.getLogger(name)
+        for name in ("transformers.modeling_utils", "huggingface_hub.utils._http")
+    ]
+    muted = [logger.disabled for logger in noise]
+    hook = set_tqdm_hook(lambda bar, args, options: bar(*args, **{**options, "disable": True}))
+    for logger in noise:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        set_tqdm_hook(hook)
+        for logger, was in zip(noise, muted, strict=True):
+            logger.disabled = was
 
 
 def _load_base(model: str | os.PathLike[str], dtype: torch.dtype) -> LLaDAModelLM:
     path = Path(model)
     if path.is_dir():
         _check_config_file(path / "config.json")
-    elif path.is_absolute() or str(model).startswith((".", "~")):
-        raise ConfigError(f"model: no directory {str(model)!r}; give a directory or a hub id")
-    noise = logging.getLogger("transformers.modeling_utils")
-    muted = noise.disabled
-    # Its report on missing tensors suggests training them; ours, below, is an error.
-    noise.disabled = True
     try:
         # ignore_mismatched_sizes: so that shapes come back as a list that the error can name.
         base, info = LLaDAModelLM.from_pretrained(
@@ -121,12 +163,10 @@ def _load_base(model: str | os.PathLike[str], dtype: torch.dtype) -> LLaDAModelL
         raise ConfigError(
             f"model {str(model)!r}: a weight file is truncated or damaged ({error}): fetch it again"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(
             f"model {str(model)!r}: cannot be loaded: {_first_line(error)}"
         ) from error
-    finally:
-        noise.disabled = muted
     _refuse(
         f"model {str(model)!r}",
         {
@@ -169,8 +209,6 @@ def _check_lora(
         _read_json(path / "adapter_config.json", "lora")
         if not any((path / name).is_file() for name in _LORA_FILES):
             raise ConfigError(f"lora: {path} holds none of {', '.join(_LORA_FILES)}")
-    elif path.is_absolute() or str(lora).startswith((".", "~")):
-        raise ConfigError(f"lora: no directory {str(lora)!r}; give a directory or a hub id")
     try:
         config = PeftConfig.from_pretrained(os.fspath(lora))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -59,6 +59,9 @@ _FIXED = {
 }
 
 
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
+
+
 class LLaDAConfig(PreTrainedConfig):
     """The published LLaDA ``config.json``, key for key.
 
@@ -74,8 +77,8 @@ class LLaDAConfig(PreTrainedConfig):
         rope_theta: Base of the rotary frequencies.
         rms_norm_eps: Added to the mean square in every norm.
         mask_token_id: The id that stands for "not yet decoded".
-        eos_token_id: End of text.
-        pad_token_id: Padding in training data; serving never pads with it.
+        eos_token_id: End of text; another id than the mask.
+        pad_token_id: Padding in training data, or None; serving never pads with it.
         init_std: Standard deviation of fresh weights.
 
     The other published keys are accepted with the one value that this code implements.
@@ -110,7 +113,7 @@ class LLaDAConfig(PreTrainedConfig):
         rms_norm_eps: float = 1e-5,
         mask_token_id: int = 126336,
         eos_token_id: int = 126081,
-        pad_token_id: int = 126081,
+        pad_token_id: int | None = 126081,
         init_std: float = 0.02,
         **kwargs: Any,
     ) -> None:
@@ -120,6 +123,8 @@ class LLaDAConfig(PreTrainedConfig):
                     f"config.json: {key} is {kwargs[key]!r}, but this implementation has code for "
                     f"{value!r} only"
                 )
+        _check_int("d_model", d_model, 1)
+        _check_int("mlp_ratio", mlp_ratio, 1)
         self.d_model = d_model
         self.n_layers = n_layers
         self.n_heads = n_heads
@@ -144,9 +149,20 @@ class LLaDAConfig(PreTrainedConfig):
         return self.d_model // self.n_heads
 
     def _check(self) -> None:
-        for key in ("d_model", "n_layers", "n_heads", "n_kv_heads", "mlp_hidden_size"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"config.json: {key} must be >= 1, got {getattr(self, key)!r}")
+        for key in (
+            "n_layers",
+            "n_heads",
+            "n_kv_heads",
+            "mlp_hidden_size",
+            "vocab_size",
+            "embedding_size",
+            "max_sequence_length",
+        ):
+            _check_int(key, getattr(self, key), 1)
+        for key in ("rope_theta", "rms_norm_eps", "init_std"):
+            value = getattr(self, key)
+            if not _is_number(value) or not 0 < value <= _MAX_FLOAT32:
+                raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r:.80}")
         if self.d_model % self.n_heads or self.head_dim % 2:
             raise ConfigError(
                 f"config.json: d_model {self.d_model} must be n_heads {self.n_heads} times an "
@@ -161,11 +177,34 @@ class LLaDAConfig(PreTrainedConfig):
                 f"config.json: embedding_size {self.embedding_size} must be >= vocab_size "
                 f"{self.vocab_size}"
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
+        self._check_special_ids()
+
+    def _check_special_ids(self) -> None:
+        for key in ("mask_token_id", "eos_token_id", "pad_token_id"):
+            if key == "pad_token_id" and self.pad_token_id is None:
+                continue
+            _check_int(key, getattr(self, key), 0)
+            if getattr(self, key) >= self.vocab_size:
+                raise ConfigError(
+                    f"config.json: {key} {getattr(self, key)} is not in the vocabulary of "
+                    f"{self.vocab_size} ids"
+                )
+        if self.eos_token_id == self.mask_token_id:
             raise ConfigError(
-                f"config.json: mask_token_id {self.mask_token_id} is not in the vocabulary of "
-                f"{self.vocab_size} ids"
+                f"config.json: eos_token_id {self.eos_token_id} is the mask_token_id as well: no "
+                "answer could ever end"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_int(key: str, value: object, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+        raise ConfigError(
+            f"config.json: {key} must be an int >= {low} (and below 2**31), got {value!r:.80}"
+        )
 
 
 def block_causal_mask(

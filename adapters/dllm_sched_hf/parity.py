@@ -9,7 +9,8 @@ number of forwards, blocks and complete trace: alone, and in mixed batches with 
 arrival and late joiners. Kinds that this adapter does not decode are listed.
 
 Exit status: 0 everything agrees, 1 something differs (the first difference of each is named), 2 the
-directory or an argument is unusable. Only float32 and float64 can be expected to agree.
+directory or an argument is unusable, or nothing could be compared. Nothing is ever downloaded.
+Only float32 and float64 can be expected to agree.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import random
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +50,19 @@ _POLICIES: dict[str, Callable[[int], Policy]] = {
 }
 
 
+# What damaged npz and gzip files raise; an npy file under the name of an npz is a TypeError.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    NotImplementedError,
+    RecursionError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
 class Check(NamedTuple):
     """The result of one comparison."""
 
@@ -72,10 +87,15 @@ class _Run:
     dtype: torch.dtype
     _models: dict[tuple[str, str | None, bool], LLaDAModelLM] = attrs.field(factory=dict)
 
-    def model(self, name: str, lora: str | None, *, merge: bool = True) -> LLaDAModelLM:
-        """Return a model of the directory, loaded once."""
+    def model(self, file: str, name: str, lora: str | None, *, merge: bool = True) -> LLaDAModelLM:
+        """Return a model of the directory that ``file`` names, loaded once."""
         key = (name, lora, merge)
         if key not in self._models:
+            for field, wanted in (("model", name), ("lora", lora)):
+                if wanted is not None and not (wanted and (self.directory / wanted).is_dir()):
+                    raise ConfigError(
+                        f"{file}: {field} {wanted!r}: no directory {self.directory / wanted}"
+                    )
             # The directory itself says which LoRA belongs to which model.
             self._models[key] = load_model(
                 self.directory / name,
@@ -127,7 +147,8 @@ def check_directory(
     if not forwards and not records:
         raise ConfigError(f"{root}: holds no forward_*.npz and no *.json or *.json.gz")
     for path in forwards:
-        yield from _check_forward(run, path)
+        compared = tuple(_check_forward(run, path))
+        yield from compared or (Check(path.name, "logits", 0, note="holds nothing to compare"),)
     for path in records:
         record = _read_record(path)
         kind = _field(path.name, record, "kind", str)
@@ -146,24 +167,25 @@ def _check_forward(run: _Run, path: Path) -> Iterator[Check]:
     try:
         with np.load(path) as stored:
             arrays = {key: stored[key] for key in stored.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path}: not a readable npz file: {error}") from error
     variants: dict[str, Callable[[], LLaDAModelLM]] = {
-        "logits": lambda: run.model(name, None),
-        "logits_lora": lambda: run.model(name, lora, merge=False),
-        "logits_lora_merged": lambda: run.model(name, lora),
+        "logits": lambda: run.model(path.name, name, None),
+        "logits_lora": lambda: run.model(path.name, name, lora, merge=False),
+        "logits_lora_merged": lambda: run.model(path.name, name, lora),
     }
     numbers = sorted(key.removeprefix("ids_") for key in arrays if key.startswith("ids_"))
     for what, model in variants.items():
         pairs = [
-            (f"{what}_{number}", _logits(model(), arrays[f"ids_{number}"]))
+            (f"{what}_{number}", _logits(model(), _ids(path.name, arrays, f"ids_{number}", model)))
             for number in numbers
             if f"{what}_{number}" in arrays
         ]
         if pairs:
             yield _compare_arrays(path.name, what, arrays, pairs)
+    base, beside = variants["logits"], variants["logits_lora"]
     hidden = [
-        (key, _hidden(run.model(name, None), arrays[f"ids_{key.removeprefix('hidden_')}"]))
+        (key, _hidden(base(), _ids(path.name, arrays, key.replace("hidden_", "ids_", 1), base)))
         for key in sorted(arrays)
         if key.startswith("hidden_")
     ]
@@ -174,15 +196,40 @@ def _check_forward(run: _Run, path: Path) -> Iterator[Check]:
         if not key.startswith("bc_logits_lora_"):
             continue
         number = key.removeprefix("bc_logits_lora_")
+        ids = _ids(path.name, arrays, f"bc_ids_{number}", beside)
         try:
             prompt_len, block_length, _ = (int(value) for value in arrays[f"bc_meta_{number}"])
-            ids = arrays[f"bc_ids_{number}"]
-        except (KeyError, ValueError) as error:
-            raise ConfigError(f"{path}: {key} lacks bc_ids or bc_meta: {error}") from error
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{path.name}: {key} needs bc_meta_{number} of three ints: {error}"
+            ) from error
+        if prompt_len < 0 or block_length < 1:
+            raise ConfigError(
+                f"{path.name}: bc_meta_{number}: prompt length must be >= 0 and block length "
+                f">= 1, got {prompt_len} and {block_length}"
+            )
         mask = block_causal_mask(prompt_len, block_length, len(ids), device=run.device)
-        block_causal.append((key, _logits(run.model(name, lora, merge=False), ids, mask)))
+        block_causal.append((key, _logits(beside(), ids, mask)))
     if block_causal:
         yield _compare_arrays(path.name, "bc_logits_lora", arrays, block_causal)
+
+
+def _ids(file: str, arrays: dict[str, Any], key: str, model: Callable[[], LLaDAModelLM]) -> Any:
+    """Return stored token ids that the model can run."""
+    ids, config = arrays.get(key), model().config
+    if (
+        ids is None
+        or ids.dtype.kind not in "iu"
+        or ids.ndim != 1
+        or not 1 <= len(ids) <= config.max_sequence_length
+        or ids.min() < 0
+        or ids.max() >= config.vocab_size
+    ):
+        raise ConfigError(
+            f"{file}: {key} must be there and hold 1 to {config.max_sequence_length} token ids "
+            f"from 0 to {config.vocab_size - 1}"
+        )
+    return ids.astype(np.int64)
 
 
 @torch.inference_mode()
@@ -205,6 +252,8 @@ def _compare_arrays(
     largest = 0.0
     for key, got in pairs:
         expected = arrays[key]
+        if expected.dtype.kind != "f":
+            raise ConfigError(f"{file}: {key} must hold floats, got {expected.dtype}")
         if expected.shape != got.shape:
             differences.append(f"{key}: expected shape {expected.shape}, got {got.shape}")
             continue
@@ -226,7 +275,7 @@ def _check_d2f(
     name = _field(file, record, "model", str)
     uses = record.get("lora")
     lora = uses if isinstance(uses, str) else f"{name}_lora" if uses else None
-    model = run.model(name, lora)
+    model = run.model(file, name, lora)
     mask_id = _field(file, record, "mask_token_id", int)
     if mask_id != model.config.mask_token_id:
         raise ConfigError(
@@ -234,9 +283,18 @@ def _check_d2f(
             f"{model.config.mask_token_id}"
         )
     entries = _field(file, record, "requests", list)
+    if not entries:
+        yield Check(file, "d2f", 0, note="holds no requests")
+        return
     cases = [_case(file, record, entry) for entry in entries]
+    seen: set[str] = set()
+    for entry in entries:
+        if str(entry["id"]) in seen:
+            raise ConfigError(f"{file}: request {entry['id']}: the id is used twice")
+        seen.add(str(entry["id"]))
     runnable = [request for request, _ in cases if request is not None]
     max_len = max((request.max_total_tokens for request in runnable), default=1)
+    max_len = min(max_len, model.config.max_sequence_length)
 
     def compare(what: str, outputs: dict[str, Any]) -> Check:
         differences = [
@@ -247,6 +305,11 @@ def _check_d2f(
         return Check(file, what, len(cases), tuple(differences))
 
     alone = D2FEngine(model, max_num_seqs=1, max_len=max_len, trace=True)
+    for request in runnable:
+        try:
+            alone.check(request)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from error
     outputs: dict[str, Any] = {}
     for request in runnable:
         outputs |= serve_mixed(alone, [request], presets.per_request(), random.Random(seed))
@@ -294,9 +357,16 @@ def _case(
     """Return the request of a stored entry; None if its budget holds no block."""
     if not isinstance(entry, dict) or "id" not in entry:
         raise ConfigError(f"{file}: requests: each must be an object with an id, got {entry!r:.80}")
+    if not isinstance(entry["id"], str | int) or isinstance(entry["id"], bool) or entry["id"] == "":
+        raise ConfigError(
+            f"{file}: requests: id must be an int or a non-empty str, got {entry['id']!r:.80}"
+        )
     where = f"{file}: request {entry['id']}"
     for field, kind in (("prompt", list), ("output", list), ("trace", list), ("n_forward", int)):
         _field(where, entry, field, kind)
+    for number, step in enumerate(entry["trace"], 1):
+        if not isinstance(step, dict):
+            raise ConfigError(f"{where}: trace: step {number} must be an object, got {step!r:.80}")
     params = _field(file, record, "params", dict)
     block_length = _field(f"{file}: params", params, "block_size", int)
     budget = _field(f"{file}: params", params, "max_new_tokens", int)
@@ -362,7 +432,7 @@ def _read_record(path: Path) -> dict[str, Any]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         record = json.loads(raw)
-    except (OSError, EOFError, ValueError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path}: not readable JSON: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{path}: must hold a JSON object")
@@ -407,13 +477,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    ok = all(check.ok for check in checks)
+    vacuous = not any(check.num_compared for check in checks)
+    ok = all(check.ok for check in checks) and not vacuous
     if args.json:
         listed = [{**check._asdict(), "ok": check.ok} for check in checks]
         print(json.dumps({"ok": ok, "checks": listed}))
-    else:
+    elif not vacuous:
         wrong = sum(not check.ok for check in checks)
         print("everything agrees" if ok else f"{wrong} of {len(checks)} checks differ")
+    if vacuous:
+        print(
+            f"error: {args.directory}: nothing was checked: no file holds logits or D2F requests",
+            file=sys.stderr,
+        )
+        return 2
     return 0 if ok else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 
 import numpy as np
 import pytest
@@ -503,16 +504,77 @@ def test_knobs_override_the_request(record, golden_request, model, loop):
     _assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [({"skip": 0.5}, "unknown 'skip'"), ({"skip_threshold": 2}, "in \\[0, 1\\]")],
-)
-def test_bad_knobs_are_refused(knobs, message, record, golden_request, model, loop):
-    stored = record("d2f_train_b16")
-    drive = loop(D2FEngine(model(), max_num_seqs=1))
-    drive.join(0, golden_request(stored, stored["requests"][0]), **knobs)
-    with pytest.raises(ConfigError, match=message):
-        drive.step()
+BAD_KNOBS = [
+    ({"skip": 0.5}, "unknown 'skip'"),
+    ({"skip_threshold": 2}, "skip_threshold must be a number in \\[0, 1\\]"),
+    ({"temperature": 10**5000}, "temperature must be a number 0 or in"),
+    ({"temperature": 1e-40}, "temperature must be a number 0 or in"),
+    ({"block_add_threshold": np.array([0.1, 0.2])}, "block_add_threshold"),
+]
+
+
+@pytest.mark.parametrize(("knobs", "message"), BAD_KNOBS)
+def test_bad_knobs_fail_their_row_alone(knobs, message, record, golden_request, model, loop):
+    stored = record("d2f_aggressive_b16")
+    good, bad, late = stored["requests"][:3]
+    drive = loop(D2FEngine(model(), max_num_seqs=3, trace=True, report_masked=True))
+    drive.join(0, golden_request(stored, bad), **knobs)  # nobody else is there
+    outcome = drive.step()
+    assert [row.slot for row in outcome.failed] == [0]
+    assert outcome.masked_remaining == (0,)
+    drive.join(0, golden_request(stored, good))
+    request = golden_request(stored, {**bad, "id": "knobs change"})
+    drive.join(1, request, skip_threshold=0.5, block_add_threshold=0.1, temperature=0.0)
+    drive.step()
+    drive.rows[1] = drive.rows[1]._replace(knobs=knobs)
+    drive.step()
+    assert sorted(drive.rows) == [0]
+    drive.join(1, golden_request(stored, late))  # the slot serves on
+    drive.run()
+    for name in (str(bad["id"]), "knobs change"):
+        assert isinstance(drive.errors[name], ConfigError)
+        assert re.search(message, str(drive.errors[name]))
+    for entry in (good, late):
+        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+def test_bad_knobs_fail_again_after_a_step_that_did_not_fit(
+    record, golden_request, model, loop, monkeypatch
+):
+    stored = record("d2f_aggressive_b16")
+    good, bad = stored["requests"][:2]
+    engine = D2FEngine(model(), max_num_seqs=2, trace=True)
+    drive = loop(engine)
+    drive.join(0, golden_request(stored, good))
+    drive.join(1, golden_request(stored, bad))
+    drive.step()
+    drive.rows[1] = drive.rows[1]._replace(knobs={"skip": 1})
+
+    def full(*_args):
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.model, "forward_packed", full)
+        with pytest.raises(StepOutOfMemoryError):
+            drive.step()
+    drive.run()
+    assert "unknown 'skip'" in str(drive.errors[str(bad["id"])])
+    _assert_recorded(drive.outputs[str(good["id"])], good)
+
+
+@pytest.mark.parametrize(("knobs", "message"), BAD_KNOBS)
+def test_bad_batch_knobs_fail_the_step(knobs, message, record, golden_request, model):
+    stored = record("d2f_aggressive_b16")
+    entry = stored["requests"][0]
+    engine = D2FEngine(model(), max_num_seqs=1, trace=True)
+    row = Row(0, golden_request(stored, entry), Phase.PREFILL, 0)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"batch knobs: {message}"):
+            engine.run(StepBatch(0, 0.0, (row,), (row,), knobs))
+    outcome = engine.run(StepBatch(0, 0.0, (row,), (row,)))
+    while not outcome.finished:
+        outcome = engine.run(StepBatch(1, 0.0, (row,)))
+    _assert_recorded(outcome.finished[0].output, entry)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +592,34 @@ def test_bad_knobs_are_refused(knobs, message, record, golden_request, model, lo
         ({"temperature": float("nan")}, "temperature"),
         ({"skip_threshold": 1.1}, "skip_threshold"),
         ({"seed": 2**63}, "seed"),
-        ({"stop_token_ids": (295,)}, "stop_token_ids"),
+        ({"stop_token_ids": (295,)}, "stop_token_ids holds the mask id"),
+        ({"stop_token_ids": (2**63,)}, "stop_token_ids"),
+        ({"stop_token_ids": (10**5000,)}, "stop_token_ids"),
+        ({"stop_token_ids": (300,)}, "stop_token_ids must hold token ids .* from 0 to 299"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"stop_token_ids": 1}, "stop_token_ids must be a sequence"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids"),
+        ({"stop_token_ids": range(290)}, "at most 256"),
+        ({"prompt": None}, "prompt must be a sequence"),
+        ({"prompt": 3}, "prompt must be a sequence"),
+        ({"prompt": "spell"}, "prompt must hold token ids"),
+        ({"prompt": [1, 2.0]}, "prompt must hold token ids"),
+        ({"prompt": [2**63]}, "prompt must hold token ids"),
+        ({"temperature": 10**400}, "temperature must be a number 0 or in"),
+        ({"temperature": 10**5000}, "temperature"),
+        ({"temperature": 1e-40}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"),
+        ({"temperature": 1e-4}, "temperature"),
+        ({"temperature": 1e39}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"skip_threshold": 10**400}, "skip_threshold"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"seed": 0.5}, "seed"),
+        ({"truncate_at_stop": "no"}, "truncate_at_stop must be True or False"),
+        ({"whole_blocks_only": 1}, "whole_blocks_only must be True or False"),
+        ({"max_new_tokens": 10**5000}, "max_new_tokens"),
+        ({"block_length": 10**5000}, "need .* positions"),
     ],
 )
 def test_bad_requests_name_the_field(fields, message, model):
@@ -544,10 +633,48 @@ def test_only_its_own_requests_are_taken(model):
         D2FEngine(model(), max_num_seqs=1).check(Request("r", prompt_len=3, max_new_tokens=4))
 
 
-@pytest.mark.parametrize("fields", [{"max_num_seqs": 0}, {"max_len": 0}, {"max_len": 513}])
+@pytest.mark.parametrize("temperature", [0, 1e-3, 1, 1e6])
+def test_every_temperature_that_is_taken_runs(temperature, record, model, loop):
+    prompt = record("d2f_train_b16")["requests"][0]["prompt"]
+    engine = D2FEngine(model(), max_num_seqs=1)
+    drive = loop(engine)
+    drive.join(
+        0, engine.request("r", prompt, max_new_tokens=8, block_length=8, temperature=temperature)
+    )
+    drive.run()
+    assert "r" in drive.outputs
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_num_seqs": 0},
+        {"max_num_seqs": 2.5},
+        {"max_num_seqs": "4"},
+        {"max_num_seqs": True},
+        {"max_len": 0},
+        {"max_len": 513},
+        {"max_len": 50.5},
+        {"max_len": "50"},
+        {"stop_token_ids": ["a"]},
+        {"stop_token_ids": [295]},
+        {"stop_token_ids": [300]},
+        {"stop_token_ids": [2**63]},
+        {"stop_token_ids": 1},
+        {"trace": "no"},
+        {"report_masked": 1},
+        {"clock": 3},
+    ],
+)
 def test_bad_engine_arguments_name_themselves(fields, model):
     with pytest.raises(ConfigError, match=next(iter(fields))):
         D2FEngine(model(), **({"max_num_seqs": 1} | fields))
+
+
+@pytest.mark.parametrize("slot", [99, 1, -1, "0", None])
+def test_a_slot_that_does_not_exist_is_named(slot, model):
+    with pytest.raises(ConfigError, match=f"slot must be an int in 0..0, got {slot!r}"):
+        D2FEngine(model(), max_num_seqs=1).committed(slot)
 
 
 def test_a_row_that_never_joined_is_the_callers_error(model):

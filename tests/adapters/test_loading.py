@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from dllm_sched.errors import ConfigError
 from dllm_sched_hf.loading import _same_base, load_model, resolve_device, resolve_dtype
@@ -94,6 +98,73 @@ def test_missing_files_are_named(copied, tmp_path):
         load_model(copied[0], device="cpu")
 
 
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Any look-up on the hub is a failure."""
+
+    def fail(*_args, **_kwargs):
+        raise AssertionError("looked up on the hub")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", fail)
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", fail)
+
+
+@pytest.mark.usefixtures("no_hub")
+@pytest.mark.parametrize("place", ["a/b/c", "a/b/", "./b", "~/b", "/b", "a\\b", Path("a/b")])
+def test_a_path_is_never_looked_up_on_the_hub(place, golden, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="model: no directory"):
+        load_model(place, device="cpu")
+    with pytest.raises(ConfigError, match="lora: no directory"):
+        load_model(golden / "tiny_mha", place, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": None}, "model must be a directory or a hub id, got None"),
+        ({"model": 3}, "model must be"),
+        ({"model": ""}, "model must be"),
+        ({"lora": 3}, "lora must be"),
+        ({"lora": ""}, "lora must be"),
+        ({"merge": "no"}, "merge must be True or False"),
+        ({"allow_base_mismatch": 1}, "allow_base_mismatch must be"),
+        ({"base_name": 1}, "base_name must be"),
+        ({"device": []}, "device"),
+        ({"dtype": 3}, "dtype"),
+    ],
+)
+def test_bad_arguments_name_themselves(fields, message, golden):
+    with pytest.raises(ConfigError, match=message):
+        load_model(**({"model": golden / "tiny_mha", "device": "cpu"} | fields))
+
+
+def test_loading_is_silent_and_leaves_the_settings_alone(golden, capfd):
+    bars = []
+
+    def bar(factory, args, options):
+        bars.append(options)
+        return factory(*args, **options)
+
+    loggers = [
+        logging.getLogger(name)
+        for name in ("transformers.modeling_utils", "huggingface_hub.utils._http")
+    ]
+    before = (transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+    first = transformers_logging.set_tqdm_hook(bar)
+    try:
+        load_model(golden / "tiny_mha", golden / "tiny_mha_lora", device="cpu")
+        with pytest.raises(ConfigError):
+            load_model("a", golden / "nothing", device="cpu")
+        assert transformers_logging.set_tqdm_hook(None) is bar
+    finally:
+        transformers_logging.set_tqdm_hook(first)
+    assert not bars
+    assert not any(capfd.readouterr())
+    assert before == (transformers_logging.is_progress_bar_enabled(), are_progress_bars_disabled())
+    assert not any(logger.disabled for logger in loggers)
+
+
 def test_missing_shard_is_an_error(model, tmp_path):
     model("tiny_gqa", lora=False).save_pretrained(tmp_path, max_shard_size="200KB")
     next(tmp_path.glob("model-00002-*")).unlink()
@@ -107,6 +178,11 @@ def test_missing_shard_is_an_error(model, tmp_path):
         ({"mask_token_id": 300}, "mask_token_id 300 is not in the vocabulary"),
         ({"alibi": True}, "alibi"),
         ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"eos_token_id": 300}, "eos_token_id 300 is not in the vocabulary"),
+        ({"eos_token_id": 295}, "eos_token_id 295 is the mask_token_id"),
+        ({"rope_theta": 0}, "rope_theta must be a number above 0"),
+        ({"n_heads": "4"}, "n_heads must be an int >= 1 .*'4'"),
+        ({"mask_token_id": None}, "mask_token_id must be an int"),
     ],
 )
 def test_wrong_config_is_named(changes, message, copied):

@@ -114,6 +114,9 @@ def test_a_budget_without_a_block_is_an_empty_answer(folder):
         ({"requests": [{"id": 1}]}, "request 1: prompt"),
         ({"requests": [3]}, "object with an id"),
         ({"mask_token_id": 1}, "mask_token_id 1"),
+        ({"requests": [{"id": None}]}, "id must be an int or a non-empty str"),
+        ({"requests": [{"id": True}]}, "id must be an int or a non-empty str"),
+        ({"eos_token_id": 300}, "stop_token_ids"),
     ],
 )
 def test_malformed_records_are_errors(change, message, folder, capsys):
@@ -121,6 +124,127 @@ def test_malformed_records_are_errors(change, message, folder, capsys):
     _write(path, {**stored, **change})
     assert main([str(path)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trace": [1, 2]}, "trace: step 1 must be an object, got 1"),
+        ({"trace": [{}, [3]]}, "trace: step 2 must be an object, got [3]"),
+        ({"prompt": [1] * 600}, "max_len is 512"),
+        ({"prompt": [1, 300]}, "vocabulary has 300"),
+        ({"prompt": ["a"]}, "prompt must hold token ids"),
+        ({"prompt": []}, "prompt is empty"),
+    ],
+)
+def test_a_malformed_request_is_named_with_its_file(changes, message, folder, capsys):
+    path, stored = folder
+    _write(path, _changed(stored, id="odd", **changes))
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: d2f.json: request ")
+    assert "odd" in error
+    assert message in error
+
+
+def test_an_id_that_is_used_twice_is_an_error(folder, capsys):
+    path, stored = folder
+    again = stored["requests"][1]["id"]
+    _write(path, _changed(stored, id=str(again)))
+    assert main([str(path)]) == 2
+    assert f"d2f.json: request {again}: the id is used twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+@pytest.mark.parametrize("what", ["no requests", "unknown kinds", "no arrays"])
+def test_checking_nothing_is_no_success(what, json_flag, folder, capsys):
+    path, stored = folder
+    if what == "no requests":
+        _write(path, {**stored, "requests": []})
+    else:
+        (path / "d2f.json").unlink()
+    if what == "unknown kinds":
+        (path / "other.json").write_text('{"kind": "llada"}')
+    if what == "no arrays":
+        np.savez(path / "forward_other.npz", ids_0=np.arange(3))
+    assert main([str(path), *json_flag]) == 2
+    out, error = capsys.readouterr()
+    assert "nothing was checked" in error
+    assert "agrees" not in out
+    assert not json_flag or json.loads(out)["ok"] is False
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_missing_checkpoint_is_not_looked_up_on_the_hub(
+    relative, folder, golden, capsys, monkeypatch
+):
+    def fail(*_args, **_kwargs):
+        raise AssertionError("looked up on the hub")
+
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", fail)
+    path, stored = folder
+    monkeypatch.chdir(path.parent)
+    argument = path.name if relative else str(path)
+    for changes, message in (
+        ({"model": "absent"}, "d2f.json: model 'absent': no directory"),
+        ({"model": ""}, "d2f.json: model '': no directory"),
+        ({"lora": "absent_lora"}, "d2f.json: lora 'absent_lora': no directory"),
+    ):
+        _write(path, {**stored, **changes})
+        assert main([argument]) == 2
+        assert message in capsys.readouterr().err
+    shutil.copyfile(golden / "forward_tiny_gqa.npz", path / "forward_x.npz")
+    assert main([argument]) == 2
+    assert "forward_x.npz: model 'x': no directory" in capsys.readouterr().err
+    (path / "forward_x.npz").unlink()
+    _write(path, stored)
+    assert main([argument]) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids_0": np.array([0.5])}, "ids_0"),
+        ({"ids_0": np.array([300])}, "ids_0"),
+        ({"ids_0": np.array([[1, 2]])}, "ids_0"),
+        ({"ids_0": np.array([], np.int64)}, "ids_0"),
+        ({"logits_0": np.array(["a"])}, "logits_0 must hold floats"),
+        ({"hidden_7": np.zeros(3)}, "ids_7"),
+        ({"bc_logits_lora_0": np.zeros(3)}, "bc_ids_0"),
+        ({"bc_logits_lora_0": np.zeros(3), "bc_ids_0": np.arange(3)}, "bc_meta_0"),
+        (
+            {
+                "bc_logits_lora_0": np.zeros(3),
+                "bc_ids_0": np.arange(3),
+                "bc_meta_0": np.array([1, 0, 2]),
+            },
+            "block length",
+        ),
+    ],
+)
+def test_malformed_arrays_are_named(changes, message, folder, capsys):
+    path, _ = folder
+    arrays = {"ids_0": np.arange(3), "logits_0": np.zeros((3, 300))}
+    np.savez(path / "forward_other.npz", **(arrays | changes))
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: forward_other.npz: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d2f.json", b"[" * 100_000),
+        ("d2f.json.gz", gzip.compress(b"{}")[:10] + bytes(range(7, 30))),
+        ("forward_other.npz", b"\x93NUMPY\x01\x00"),
+    ],
+)
+def test_damaged_files_are_named(name, content, folder, capsys):
+    path, _ = folder
+    (path / name).write_bytes(content)
+    assert main([str(path)]) == 2
+    assert name in capsys.readouterr().err
 
 
 def test_unusable_files_and_arguments_are_errors(folder, tmp_path, capsys):
