@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 
@@ -60,17 +61,23 @@ def test_alone_every_step_is_the_recorded_one(name, record, golden_request, mode
     assert engine.num_forwards == sum(entry["n_forward"] for entry in stored["requests"])
 
 
-@pytest.mark.parametrize("batch_size", [4, 8, 16])
-@pytest.mark.parametrize("name", FILES)
-def test_neighbours_change_nothing(name, batch_size, record, golden_request, model):
+def _mixes():
+    """Every file in every batch size; both policies shared out, or each (DLLM_SCHED_FULL=1)."""
+    for index, name in enumerate(FILES):
+        for batch_size in (4, 8, 16):
+            for fill in (False, True):
+                if fill == bool((index + batch_size // 4) % 2) or os.environ.get("DLLM_SCHED_FULL"):
+                    yield name, batch_size, fill
+
+
+@pytest.mark.parametrize(("name", "batch_size", "fill"), list(_mixes()))
+def test_neighbours_change_nothing(name, batch_size, fill, record, golden_request, model):
     """Random order, late joiners, and neighbours that are cancelled or fail at random steps."""
     stored = record(name)
     rng = random.Random(f"{name} {batch_size}")
     engine = D2FEngine(
         model(stored["model"], lora=stored["lora"]), max_num_seqs=batch_size, trace=True
     )
-    # Both policies for every batch size, shared out over the files.
-    fill = (FILES.index(name) + batch_size // 4) % 2
     policy = presets.fixed_fill(batch_size, 3.0) if fill else presets.continuous(batch_size)
     sched = Scheduler(policy=policy, capacity=engine.capacity())
     arrivals = [golden_request(stored, entry) for entry in stored["requests"]]
