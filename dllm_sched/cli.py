@@ -1,7 +1,8 @@
 """The command line: ``dllm-sched simulate | compare | tune``, also ``python -m dllm_sched``.
 
 Try a policy on traffic in virtual time before it serves anybody. Exit codes: 0 all went well; 2 the
-arguments cannot work (one line on stderr says why); 3 the answer is that no policy keeps up.
+arguments cannot work, or an output cannot be written (one line on stderr says why); 3 the answer is
+that no policy keeps up; 130 interrupted.
 
 A TOML file (``--config``) may hold the same options by their long names, and ``policies``, a list
 of tables with the ``name`` of a preset and its arguments; what the command line says wins::
@@ -14,11 +15,14 @@ of tables with the ``name`` of a preset and its arguments; what the command line
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
 import json
 import math
+import os
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,10 +47,32 @@ _INF = math.inf
 _BOUND_REQUESTS = 200_000  # above it the bound takes more memory than the run
 _WORKLOADS = ("poisson", "mmpp", "gamma", "weibull", "servegen", "trace")
 _LOADS = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9)
+# Least and most of the whole numbers; beyond the most, memory or time runs out.
+_WHOLE = {
+    "batch_size": (1, 65_536),
+    "requests": (1, 1_000_000_000),
+    "seed": (0, 2**64),
+    "max_waiting": (1, 1_000_000_000),
+    "prompt": (1, 10_000_000),
+    "max_prompt": (1, 10_000_000),
+    "max_output": (1, 10_000_000),
+    "pages": (1, 1_000_000_000),
+    "page_size": (1, 10_000_000),
+}
+_MOST_BLOCKS = 100_000
+_MOST_DRAWN_BLOCKS = 4_096  # of many sizes, each is kept
+_MOST_STEPS = 1_000_000
+_STEP_S = (1e-12, 1e12)
+# Options that only some workloads take: what they are for, and what they are when not given.
+_FOR_TRACES = ("speedup", "jitter", "max_prompt", "max_output")
+_LATER = {"cv": 2.0, "mmpp": "50,120,0.2,0.6", "jitter": 0.0, "work": "gsm8k", "page_size": 16}
 
 
 class _Parser(argparse.ArgumentParser):
     """One line on stderr, whatever is wrong."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> Any:
         raise ConfigError(message)
@@ -69,14 +95,32 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         help="a preset and its arguments, e.g. fixed_fill:timeout_s=2; may be given several times "
         "(default: every preset that needs no more than a batch size)",
     )
-    several.add_argument("--batch-size", type=int, default=16, help="slots, and rows of a policy")
+    several.add_argument(
+        "--batch-size", type=int, default=16, help="slots, and rows of a policy (default: 16)"
+    )
     search = commands.add_parser("tune", help="search policy, batch size and timeout")
-    search.add_argument("--p99", type=float, metavar="S", help="p99 latency to stay within, s")
-    search.add_argument("--presets", help="to try, comma-separated")
+    search.add_argument(
+        "--p99",
+        type=float,
+        metavar="S",
+        help="p99 latency to stay within, s (default: the least p99)",
+    )
+    search.add_argument(
+        "--presets", help="to try, comma-separated (default: continuous,block_refill,fixed_fill)"
+    )
     search.add_argument("--batch-sizes", help="to try, comma-separated (default: 1,2,4,...,64)")
-    search.add_argument("--timeouts", help="of fixed_fill to try, s, comma-separated")
+    search.add_argument(
+        "--timeouts",
+        help="of fixed_fill to try, s, comma-separated "
+        "(default: 0, and 1/4, 1/2 and 1 of the time in which a batch fills)",
+    )
+    whose = {
+        one: "the policy's capacity",
+        several: "the largest capacity among the policies",
+        search: "the largest capacity among the presets at the largest batch size",
+    }
     for command in (one, several, search):
-        _add_traffic(command)
+        _add_traffic(command, whose[command])
         _add_engine(command)
         _add_output(command)
     return parser, {"simulate": one, "compare": several, "tune": search}
@@ -84,36 +128,48 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policy")
-    group.add_argument("--preset", default="continuous", help=", ".join(sorted(PRESETS)))
-    group.add_argument("--batch-size", type=int, default=16, help="rows, and the engine's slots")
-    group.add_argument("--timeout", type=float, metavar="S", help="of fixed_fill, seconds")
+    group.add_argument(
+        "--preset", default="continuous", help=", ".join(sorted(PRESETS)) + " (default: continuous)"
+    )
+    group.add_argument(
+        "--batch-size", type=int, default=16, help="rows, and the engine's slots (default: 16)"
+    )
+    group.add_argument(
+        "--timeout", type=float, metavar="S", help="of fixed_fill, seconds (default: none)"
+    )
 
 
-def _add_traffic(parser: argparse.ArgumentParser) -> None:
+def _add_traffic(parser: argparse.ArgumentParser, whose: str) -> None:
     group = parser.add_argument_group("traffic")
-    group.add_argument("--workload", default="poisson", help=" | ".join(_WORKLOADS))
+    group.add_argument(
+        "--workload", default="poisson", help=" | ".join(_WORKLOADS) + " (default: poisson)"
+    )
     group.add_argument("--rate", type=float, help="mean arrivals, requests per second")
-    group.add_argument("--load", type=float, help="or else as a share of the policy's capacity")
-    group.add_argument("--requests", type=int, help="how many (default: 20,000; traces: all)")
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--load", type=float, help=f"or else as a share of {whose}")
+    group.add_argument(
+        "--requests", type=int, help="how many (default: 20,000, tune: 4,000; traces: all)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of all that is random (default: 0)")
     group.add_argument(
         "--mmpp",
-        default="50,120,0.2,0.6",
         metavar="A,B,QA,QB",
-        help="rates of two states and how often each is left per second; scaled to --rate",
+        help="rates of two states and how often each is left per second; scaled to --rate "
+        "(default: 50,120,0.2,0.6)",
     )
-    group.add_argument("--cv", type=float, default=2.0, help="of gaps, for gamma and weibull")
+    group.add_argument("--cv", type=float, help="of gaps, for gamma and weibull (default: 2)")
     group.add_argument("--trace", metavar="FILE", help="CSV, or a shipped trace's name")
-    group.add_argument("--speedup", type=float, help="of a trace")
-    group.add_argument("--jitter", type=float, default=0.0, metavar="S", help="of a trace")
+    group.add_argument("--speedup", type=float, help="of a trace (default: 1)")
+    group.add_argument("--jitter", type=float, metavar="S", help="of a trace (default: 0)")
     group.add_argument("--max-prompt", type=int, help="cut a trace's prompts, tokens")
     group.add_argument("--max-output", type=int, help="cut a trace's outputs, tokens")
     group.add_argument(
         "--work",
-        default="gsm8k",
-        help="gsm8k | blocks:N | geometric:MEAN,HIGH (blocks) | steps:FILE (one count a line)",
+        help="gsm8k | blocks:N | geometric:MEAN,HIGH (blocks) | steps:FILE (one count a line) "
+        "(default: gsm8k)",
     )
-    group.add_argument("--prompt", type=int, help="prompt length of generated work, tokens")
+    group.add_argument(
+        "--prompt", type=int, help="prompt length of generated work, tokens (default: 76)"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -125,9 +181,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "(rows,tokens,seconds); default: 24.1 ms, measured on an H200 (arXiv 2608.23807)",
     )
     group.add_argument("--pages", type=int, help="KV pages; default: no memory limit")
-    group.add_argument("--page-size", type=int, default=16, help="tokens of a page")
+    group.add_argument("--page-size", type=int, help="tokens of a page (default: 16)")
     group.add_argument(
-        "--max-waiting", type=int, default=100_000, help="longer queues end a run as unstable"
+        "--max-waiting",
+        type=int,
+        default=100_000,
+        help="longer queues stop a run (default: 100,000)",
     )
 
 
@@ -145,25 +204,112 @@ def _configured(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     policies: list[tuple[str, dict[str, Any]]] = []
     if options.config is not None:
-        values = _read(options.config)
-        policies = _policies(values.pop("policies", []), options.config)
-        known = sorted(set(vars(options)) - {"command", "config"})
-        for key in values:
-            if key not in known:
-                raise ConfigError(
-                    f"--config {options.config}: unknown key {key!r} for {options.command}; known: "
-                    f"{', '.join(known)}, policies"
-                )
-        for names in (("rate", "load"), ("policy",)):
-            if any(getattr(options, name, None) is not None for name in names):
-                values = {key: value for key, value in values.items() if key not in names}
+        values, policies = _from_file(options)
         commands[options.command].set_defaults(**values)
         options = parser.parse_args(arguments)
     if options.workload not in _WORKLOADS:
         raise ConfigError(f"workload: one of {', '.join(_WORKLOADS)}, got {options.workload!r}")
     given = {each.partition("=")[0] for each in arguments}
     options.policies = [] if {"--preset", "--policy"} & given else policies
+    if options.policies and getattr(options, "timeout", None) is not None:
+        raise ConfigError("--timeout: the policies of --config have their own timeout_s")
+    _check(options)
+    for name, value in _LATER.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     return options
+
+
+def _from_file(
+    options: argparse.Namespace,
+) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
+    """Return what ``--config`` says beside what the command line does, and its policies."""
+    path = options.config
+    values = _read(path)
+    policies: list[tuple[str, dict[str, Any]]] = []
+    if "policies" in values:
+        other = "presets" if options.command == "tune" else "preset"
+        if options.command == "tune" or other in values:
+            raise ConfigError(f"--config {path}: policies and {other} do not mix")
+        policies = _policies(values.pop("policies"), path)
+    known = sorted(set(vars(options)) - {"command", "config"})
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"--config {path}: unknown key {key!r} for {options.command}; known: "
+                f"{', '.join(known)}, policies"
+            )
+    for names in (("rate", "load"), ("policy",)):
+        if any(getattr(options, name, None) is not None for name in names):
+            values = {key: value for key, value in values.items() if key not in names}
+    return values, policies
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _in_range(value: int, option: str, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{option}: must be an int >= {least:,} and <= {most:,}, got {value}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse numbers out of range, options that would be ignored, and files that cannot be."""
+    _check_numbers(options)
+    _check_used(options)
+    for name in ("plot", "csv"):
+        path = getattr(options, name, None)
+        if path is not None:
+            _check_file(_option(name), Path(path))
+    if options.plot is not None:
+        if Path(options.plot).suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--plot: a plot's name ends in .png, .svg or .pdf: {options.plot!r}")
+        try:
+            import matplotlib.figure  # noqa: F401, PLC0415
+        except ImportError as error:
+            raise ImportError(
+                "--plot: plots need matplotlib: pip install 'dllm-sched[plot]'"
+            ) from error
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, (least, most) in _WHOLE.items():
+        value = getattr(options, name, None)
+        if value is not None:
+            _in_range(value, _option(name), least, most)
+    for name in ("cv", "p99"):
+        value = getattr(options, name, None)
+        if value is not None and not 0 < value < _INF:
+            raise ConfigError(f"{_option(name)}: must be a finite number > 0, got {value!r}")
+    for name, highest in (("jitter", sys.float_info.max), ("timeout", _INF)):
+        value = getattr(options, name, None)
+        if value is not None and not 0 <= value <= highest:
+            raise ConfigError(f"{_option(name)}: must be a number >= 0, got {value!r}")
+
+
+def _check_used(options: argparse.Namespace) -> None:
+    trace = options.workload == "trace"
+    for names, fits, needed in (
+        (("cv",), options.workload in ("gamma", "weibull"), "--workload gamma or weibull"),
+        (("mmpp",), options.workload == "mmpp", "--workload mmpp"),
+        (_FOR_TRACES, trace, "--workload trace"),
+        (("work", "prompt"), not trace, "generated work, not for traces"),
+        (("page_size",), options.pages is not None, "a limit by --pages"),
+    ):
+        for name in names:
+            if getattr(options, name) is not None and not fits:
+                raise ConfigError(f"{_option(name)} is for {needed}")
+
+
+def _check_file(option: str, path: Path) -> None:
+    folder = path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: cannot write {path}: no folder {folder}")
+    if path.is_dir():
+        raise ConfigError(f"{option}: cannot write {path}: it is a folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option}: cannot write {path}: permission denied")
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -171,7 +317,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:
             found = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
     values: dict[str, Any] = {}
     for key, value in found.items():
@@ -194,6 +340,8 @@ def _read(path: str) -> dict[str, Any]:
 def _policies(found: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise ConfigError(f"--config {path}: policies must be a list of tables")
+    if not found:
+        raise ConfigError(f"--config {path}: policies is empty")
     policies = []
     for table in found:
         arguments = dict(table)
@@ -234,10 +382,18 @@ def _shapes(options: argparse.Namespace) -> Shapes:
     if options.work == "gsm8k":
         return gsm8k(prompt)
     if kind == "blocks":
-        return Shapes(Fixed(_whole_numbers(text, "--work blocks")[0]), prompt=prompt)
+        numbers = _whole_numbers(text, "--work blocks")
+        if len(numbers) != 1:
+            raise ConfigError(f"--work blocks: one number expected, got {text!r}")
+        _in_range(numbers[0], "--work blocks", 1, _MOST_BLOCKS)
+        return Shapes(Fixed(numbers[0]), prompt=prompt)
     if kind == "geometric":
         mean, high = _numbers(text, "--work geometric", 2)
-        return Shapes(Geometric(mean, int(high)), prompt=prompt)
+        if not high.is_integer():
+            raise ConfigError(f"--work geometric: HIGH must be a whole number, got {high!r}")
+        _in_range(int(high), "--work geometric", 1, _MOST_DRAWN_BLOCKS)
+        with _naming("--work geometric"):
+            return Shapes(Geometric(mean, int(high)), prompt=prompt)
     if kind == "steps":
         try:
             lines = Path(text).read_text(encoding="utf-8").split()
@@ -246,25 +402,49 @@ def _shapes(options: argparse.Namespace) -> Shapes:
             raise ConfigError(f"--work {options.work}: {error}") from error
         if not counts:
             raise ConfigError(f"--work {options.work}: the file holds no counts")
+        for count in (min(counts), max(counts)):
+            _in_range(count, f"--work {options.work}", 1, _MOST_STEPS)
         return Shapes(Histogram.of(counts), unit="steps", prompt=prompt)
     raise ConfigError(
         f"--work: gsm8k, blocks:N, geometric:MEAN,HIGH or steps:FILE expected, got {options.work!r}"
     )
 
 
+@contextlib.contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Put the option before what is wrong with it."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(text if text.startswith("--") else f"{option}: {text}") from error
+
+
 def _service(options: argparse.Namespace) -> ServiceModel:
+    with _naming("--service"):
+        service = _service_model(options.service)
+    for rows, tokens in ((1, 0), (1, 10**7), (_WHOLE["batch_size"][1], 0)):
+        step_s = service.step_s(rows, tokens)
+        if not _STEP_S[0] <= step_s <= _STEP_S[1]:
+            raise ConfigError(
+                f"--service {options.service}: a step must take {_STEP_S[0]:g} to {_STEP_S[1]:g} "
+                f"s, got {step_s:g} s with {rows:,} rows and {tokens:,} tokens"
+            )
+    return service
+
+
+def _service_model(text: str) -> ServiceModel:
     from dllm_sched.sim.service import Constant, Linear, fit_table, load_samples  # noqa: PLC0415
 
-    kind, _, text = options.service.partition(":")
+    kind, _, rest = text.partition(":")
     if kind == "constant":
-        return Constant(*_numbers(text, "--service constant", 1))
+        return Constant(*_numbers(rest, "--service constant", 1))
     if kind == "linear":
-        return Linear(*_numbers(text, "--service linear", 3))
+        return Linear(*_numbers(rest, "--service linear", 3))
     if kind == "table":
-        return fit_table(load_samples(text)).model
+        return fit_table(load_samples(rest)).model
     raise ConfigError(
-        "--service: constant:S, linear:BASE,ROW,TOKEN or table:FILE expected, got "
-        f"{options.service!r}"
+        f"--service: constant:S, linear:BASE,ROW,TOKEN or table:FILE expected, got {text!r}"
     )
 
 
@@ -319,8 +499,6 @@ class _Traffic:
         if options.rate is not None and options.load is not None:
             raise ConfigError("--rate and --load exclude each other")
         if options.workload != "trace":
-            if options.speedup is not None:
-                raise ConfigError("--speedup is for --workload trace; use --rate")
             if options.rate is None and options.load is None:
                 raise ConfigError("--rate or --load is needed (a trace brings its own)")
             self._shapes = _shapes(options)
@@ -358,7 +536,7 @@ class _Traffic:
 
     def at(self, rate: float | None) -> Requests:
         """The workload at a mean rate, requests per second; None: a trace's own."""
-        from dllm_sched.sim.tuning import SpedUp, mean_rate  # noqa: PLC0415
+        from dllm_sched.sim.tuning import SpedUp, at_once, mean_rate  # noqa: PLC0415
         from dllm_sched.sim.workloads import OpenLoop  # noqa: PLC0415
 
         options = self.options
@@ -368,7 +546,20 @@ class _Traffic:
             count = 20_000 if options.requests is None else options.requests
             arrivals = _arrivals(options, rate)
             return OpenLoop(arrivals, self._shapes, seed=options.seed, max_requests=count)
+        if rate is not None and at_once(self._trace):
+            raise ConfigError(
+                f"--trace {options.trace}: all requests arrive at one instant; neither --rate nor "
+                "--load can be set"
+            )
         return self._trace if rate is None else SpedUp(self._trace, rate / mean_rate(self._trace))
+
+    def mean_rate(self, rate: float | None) -> float:
+        """The rate in requests per second; ``inf`` if all arrive at one instant."""
+        from dllm_sched.sim.tuning import at_once, mean_rate  # noqa: PLC0415
+
+        if rate is not None or self._trace is None:
+            return _INF if rate is None else rate
+        return _INF if at_once(self._trace) else mean_rate(self._trace)
 
     def rate(self, capacity_per_s: float) -> float | None:
         """The rate asked for; None: a trace's own."""
@@ -413,6 +604,9 @@ def _preset(preset: str, arguments: dict[str, Any], batch_size: int) -> Policy:
     takes = _takes(preset)
     if "batch_size" in takes:
         arguments = {"batch_size": batch_size, **arguments}
+        size = arguments["batch_size"]
+        if isinstance(size, int):
+            _in_range(size, f"batch_size of {preset}", *_WHOLE["batch_size"])
     return by_name(preset, **arguments)
 
 
@@ -446,14 +640,15 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Policy], int]:
         wanted.append((name, arguments))
     if not wanted:
         wanted = [(name, {}) for name in ("continuous", "block_refill", "fixed_fill")]
-    found = {}
+    found: dict[str, Policy] = {}
     slots = options.batch_size
     for name, arguments in wanted:
-        slots = max(slots, arguments.get("batch_size", 1))
         inside = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        found[f"{name}({inside})" if inside else name] = _preset(
-            name, arguments, options.batch_size
-        )
+        label = f"{name}({inside})" if inside else name
+        if label in found:
+            raise ConfigError(f"--policy: {label} is given twice")
+        found[label] = _preset(name, arguments, options.batch_size)
+        slots = max(slots, arguments.get("batch_size", 1))
     return found, slots
 
 
@@ -481,7 +676,43 @@ class _Progress:
 
 
 def _print(options: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
-    print(json.dumps(figures, allow_nan=False) if options.json else text)
+    """Print at once: what fails after it does not take it away."""
+    try:
+        text = json.dumps(_finite(figures), allow_nan=False) if options.json else text
+        print(text, flush=True)
+    except BrokenPipeError:
+        _drop_stdout()  # nobody reads on, which is no fault
+    except OSError as error:
+        _drop_stdout()
+        raise ConfigError(f"cannot write to stdout: {error}") from error
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()
+
+
+def _drop_stdout() -> None:
+    """Let what is buffered go nowhere, so that the interpreter's exit does not fail on it."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no number for by None."""
+    if isinstance(value, float):
+        return _plain(value)
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list) else value
+
+
+def _a_second(rate: float) -> str:
+    return f"{rate:.4g} requests/s" if math.isfinite(rate) else "all requests at one instant"
 
 
 def _too_fast(rate: float, capacity_per_s: float) -> str:
@@ -498,7 +729,7 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
     from dllm_sched.sim.recording import QueueTrace, SlotTimeline, StepHistogram  # noqa: PLC0415
     from dllm_sched.sim.report import table  # noqa: PLC0415
     from dllm_sched.sim.simulate import simulate  # noqa: PLC0415
-    from dllm_sched.sim.tuning import latency_bound, mean_rate  # noqa: PLC0415
+    from dllm_sched.sim.tuning import latency_bound, stopped_after  # noqa: PLC0415
 
     policy = _one_policy(options)
     capacity = _capacity(options, options.batch_size)
@@ -508,8 +739,7 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
     capacity_per_s = _measured(traffic, policy, capacity, service)
     rate = traffic.rate(capacity_per_s)
     workload = traffic.at(rate)
-    if rate is None:
-        rate = mean_rate(workload)
+    rate = traffic.mean_rate(rate)
     slots = SlotTimeline(max_spans=8 * options.batch_size)
     trace = QueueTrace(capacity, max_samples=300)
     histogram = StepHistogram()
@@ -522,17 +752,34 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
         observers=(slots, trace, histogram) if options.plot else (),
         progress=progress.arrivals,
     )
-    unstable = result.unstable or rate >= capacity_per_s
+    unstable = capacity_per_s <= rate < _INF
     result = attrs.evolve(result, unstable=unstable)
     bound = None
-    if not unstable and result.counts.submitted <= _BOUND_REQUESTS:
+    if not (unstable or result.stopped) and result.counts.submitted <= _BOUND_REQUESTS:
         progress.say("computing the bound")
         bound = latency_bound(workload, capacity=capacity, service=service).mean_s
     progress.done()
+    figures = {
+        **result.figures(),
+        "rate": _plain(rate),
+        "capacity_per_s": capacity_per_s,
+        "load": _plain(rate / capacity_per_s),
+        "bound_mean_s": bound,
+        "mean_over_bound": result.mean() / bound if bound and result.num_requests else None,
+        "seed": options.seed,
+    }
+    text = table([result], best_mean_s=bound)
+    share = " of" if math.isfinite(rate) else ", requests/s:"
+    text += f"\n{_a_second(rate)}{share} {capacity_per_s:.4g} that the policy can serve"
+    if unstable:
+        text += "\n" + _too_fast(rate, capacity_per_s)
+    elif result.stopped:
+        text += "\n" + stopped_after(result, workload, options.max_waiting)
+    _print(options, figures, text)
     if options.plot:
         from dllm_sched.sim import plots  # noqa: PLC0415
 
-        amount = f"{result.counts.submitted:,} requests, {rate:.4g} a second"
+        amount = f"{result.counts.submitted:,} requests, {_a_second(rate)}"
         caption = f"{policy.name}, {options.batch_size} slots. {traffic.describe(amount)}."
         figure = plots.run(
             caption=caption,
@@ -548,21 +795,7 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
             result.write_csv(options.csv)
         except OSError as error:
             raise ConfigError(f"--csv: cannot write {options.csv}: {error}") from error
-    figures = {
-        **result.figures(),
-        "rate": _plain(rate),
-        "capacity_per_s": capacity_per_s,
-        "load": _plain(rate / capacity_per_s),
-        "bound_mean_s": bound,
-        "mean_over_bound": result.mean() / bound if bound and result.num_requests else None,
-        "seed": options.seed,
-    }
-    text = table([result], best_mean_s=bound)
-    text += f"\n{rate:.4g} requests/s of {capacity_per_s:.4g} that the policy can serve"
-    if unstable:
-        text += "\n" + _too_fast(rate, capacity_per_s)
-    _print(options, figures, text)
-    return 3 if unstable else 0
+    return 3 if unstable or result.stopped else 0
 
 
 def _measured(
@@ -584,7 +817,7 @@ def _plain(value: float) -> float | None:
 
 
 def _compare(options: argparse.Namespace, progress: _Progress) -> int:
-    from dllm_sched.sim.tuning import compare, mean_rate  # noqa: PLC0415
+    from dllm_sched.sim.tuning import compare, stopped_after  # noqa: PLC0415
 
     policies, slots = _several(options)
     capacity = _capacity(options, slots)
@@ -594,11 +827,10 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
     for label, policy in policies.items():
         progress.say(f"measuring the capacity of {label}")
         capacities[label] = _measured(traffic, policy, capacity, service)
-    first = next(iter(capacities.values()))
-    rate = traffic.rate(first)
+    most = max(capacities.values())
+    rate = traffic.rate(most)
     workload = traffic.at(rate)
-    if rate is None:
-        rate = mean_rate(workload)
+    rate = traffic.mean_rate(rate)
     found = compare(
         policies,
         workload,
@@ -609,10 +841,33 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
         progress=progress.arrivals,
     )
     results = {
-        label: attrs.evolve(result, unstable=result.unstable or rate >= capacities[label])
+        label: attrs.evolve(result, unstable=capacities[label] <= rate < _INF)
         for label, result in found.results.items()
     }
     found = attrs.evolve(found, results=results)
+    progress.done()
+    rows = [{**row, "capacity_per_s": capacities[row["label"]]} for row in found.figures()]
+    figures = {
+        "rate": _plain(rate),
+        "bound_mean_s": None if found.bound is None else found.bound.mean_s,
+        "load": rate / most,  # of the largest capacity
+        "seed": options.seed,
+        "policies": rows,
+        "unstable": all(row["unstable"] for row in rows),
+        "stopped": all(row["stopped"] for row in rows),
+    }
+    text = f"{found.table()}\n{traffic.describe(_a_second(rate))}"
+    if math.isfinite(rate):
+        text += (
+            f"\nload {rate / most:.4g} of {most:.4g} requests/s, the largest capacity among the "
+            f"policies ({max(capacities, key=lambda label: capacities[label])})"
+        )
+    for label, result in results.items():
+        if result.unstable:
+            text += f"\n{label}: {_too_fast(rate, capacities[label])}"
+        elif result.stopped:
+            text += f"\n{label}: {stopped_after(result, workload, options.max_waiting)}"
+    _print(options, figures, text)
     if options.plot:
         from dllm_sched.sim import plots  # noqa: PLC0415
 
@@ -620,21 +875,8 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
         amount = f"{slots} slots, {count:,} requests at each load"
         figure = _curves(policies, capacity, service, traffic, capacities, amount, progress)
         plots.save(figure, options.plot)
-    progress.done()
-    rows = [{**row, "capacity_per_s": capacities[row["label"]]} for row in found.figures()]
-    figures = {
-        "rate": _plain(rate),
-        "bound_mean_s": None if found.bound is None else found.bound.mean_s,
-        "seed": options.seed,
-        "policies": rows,
-        "unstable": all(row["unstable"] for row in rows),
-    }
-    text = f"{found.table()}\n{traffic.describe(f'{rate:.4g} requests/s')}"
-    for label, result in results.items():
-        if result.unstable:
-            text += f"\n{label}: {_too_fast(rate, capacities[label])}"
-    _print(options, figures, text)
-    return 3 if figures["unstable"] else 0
+        progress.done()
+    return 3 if all(row["unstable"] or row["stopped"] for row in rows) else 0
 
 
 def _curves(
@@ -667,29 +909,48 @@ def _curves(
     return plots.latency_against_load(curves, caption=caption, bound=bound)
 
 
-def _tune(options: argparse.Namespace, progress: _Progress) -> int:
-    from dllm_sched.sim.tuning import tune  # noqa: PLC0415
-
+def _searched(
+    options: argparse.Namespace,
+) -> tuple[list[int], tuple[str, ...], list[float] | None]:
+    """Return the batch sizes, presets and timeouts to try."""
     sizes = (
         [1, 2, 4, 8, 16, 32, 64]
         if options.batch_sizes is None
         else _whole_numbers(options.batch_sizes, "--batch-sizes")
     )
-    presets = ("continuous", "block_refill", "fixed_fill")
+    presets: tuple[str, ...] = ("continuous", "block_refill", "fixed_fill")
     if options.presets is not None:
         presets = tuple(options.presets.split(","))
+        if len(set(presets)) < len(presets):
+            raise ConfigError(f"--presets: one is given twice: {options.presets}")
         for name in presets:
             _takes(name)
+    for size in sizes:
+        _in_range(size, "--batch-sizes", *_WHOLE["batch_size"])
+    if options.timeouts is not None and not any("timeout_s" in _takes(name) for name in presets):
+        raise ConfigError("--timeouts: none of --presets has one; fixed_fill has")
     timeouts = None if options.timeouts is None else _numbers(options.timeouts, "--timeouts")
+    for timeout in timeouts or ():
+        if not timeout >= 0:
+            raise ConfigError(f"--timeouts: numbers >= 0 expected, got {options.timeouts!r}")
+    return sizes, presets, timeouts
+
+
+def _tune(options: argparse.Namespace, progress: _Progress) -> int:
+    from dllm_sched.sim.tuning import tune  # noqa: PLC0415
+
+    sizes, presets, timeouts = _searched(options)
     engine = _capacity(options, max(sizes))
     service = _service(options)
     if options.requests is None and options.workload != "trace":
         options.requests = 4000
     traffic = _Traffic(options)
     rate = traffic.rate(0.0)
+    most = 0.0
     if options.load is not None:
-        policy = by_name("continuous", batch_size=engine.max_num_seqs)
-        rate = traffic.rate(_measured(traffic, policy, engine, service))
+        policies = [_preset(name, {}, engine.max_num_seqs) for name in presets]
+        most = max(_measured(traffic, policy, engine, service) for policy in policies)
+        rate = traffic.rate(most)
     found = tune(
         traffic.at(rate),
         service=service,
@@ -702,18 +963,26 @@ def _tune(options: argparse.Namespace, progress: _Progress) -> int:
         progress=lambda done, of, last: progress.say(f"{done} of {of}: {last.candidate}"),
     )
     progress.done()
-    if options.plot:
-        from dllm_sched.sim import plots  # noqa: PLC0415
-
-        caption = traffic.describe(f"{found.rate:.4g} requests/s") + "."
-        plots.save(plots.tuning_frontier(found, caption=caption), options.plot)
-    figures = {**found.figures(), "unstable": all(t.p99_s == _INF for t in found.tried)}
+    figures = {
+        **found.figures(),
+        "unstable": all(t.p99_s == _INF and t.stopped is None for t in found.tried),
+    }
     text = found.answer
     if found.frontier:
         text = f"{found.table()}\n{text}"
     if found.code is not None:
         text += f"\n{found.code}"
+    if options.load is not None:
+        text = (
+            f"load {options.load:.4g} of {most:.4g} requests/s, the largest capacity among the "
+            f"presets at the largest batch size\n{text}"
+        )
     _print(options, figures, text)
+    if options.plot:
+        from dllm_sched.sim import plots  # noqa: PLC0415
+
+        caption = traffic.describe(f"{found.rate:.4g} requests/s") + "."
+        plots.save(plots.tuning_frontier(found, caption=caption), options.plot)
     return 0 if found.recommended is not None else 3
 
 
@@ -731,12 +1000,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None: this process's.
 
     Returns:
-        The exit code: 0, 2 (arguments) or 3 (no policy keeps up, or meets the target).
+        The exit code: 0, 2 (arguments), 3 (no policy keeps up, or meets the target) or 130
+        (interrupted).
     """
+    progress: _Progress | None = None
     try:
         options = _configured(sys.argv[1:] if arguments is None else arguments)
-        return _COMMANDS[options.command](options, _Progress(options))
-    except (DllmSchedError, ImportError) as error:
-        message = " ".join(str(error).split())
-        print(f"dllm-sched: error: {message}", file=sys.stderr)
-        return 2
+        progress = _Progress(options)
+        return _COMMANDS[options.command](options, progress)
+    except SystemExit:
+        _flush()  # --help
+        raise
+    except KeyboardInterrupt:
+        message, code = "interrupted", 130
+    except UnicodeError as error:
+        message, code = f"error: a file is not text in UTF-8: {error}", 2
+    except (OverflowError, ZeroDivisionError) as error:
+        message, code = f"error: numbers too large or too small to work with: {error}", 2
+    except MemoryError:
+        message, code = "error: not enough memory for this many requests, slots or blocks", 2
+    except (DllmSchedError, ImportError, OSError, EOFError, csv.Error) as error:
+        message, code = f"error: {error}", 2
+    if progress is not None:
+        progress.done()
+    print(f"dllm-sched: {' '.join(message.split())}", file=sys.stderr)
+    return code

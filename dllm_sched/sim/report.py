@@ -32,7 +32,9 @@ class Result:
         stats: The scheduler's totals.
         reasons: Requests by finish reason.
         num_tokens: Tokens of the requests that finished by themselves.
-        unstable: Arrivals outran the engine and the run was broken off.
+        unstable: Arrivals outran the engine; a stopped run is taken for that unless its arrival
+            rate is known to be below the capacity.
+        stopped: More than ``max_waiting`` waited and the run was broken off.
         latency_s: Arrival to finish of every request that finished by itself, seconds, in order
             of finish.
         wait_s: Of it, before the first admission.
@@ -48,6 +50,7 @@ class Result:
     reasons: Mapping[FinishReason, int]
     num_tokens: int
     unstable: bool
+    stopped: bool = False
     latency_s: array[float] = attrs.field(repr=False)
     wait_s: array[float] = attrs.field(repr=False)
     steps: array[int] = attrs.field(repr=False)
@@ -89,7 +92,7 @@ class Result:
         return float(np.mean(np.asarray(values))) if len(values) else math.nan
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures by name, ready for JSON (nan becomes None)."""
+        """Return the figures by name, ready for JSON (nan and inf become None)."""
         figures: dict[str, Any] = {
             "policy": self.policy,
             "num_requests": self.num_requests,
@@ -108,10 +111,11 @@ class Result:
             "num_preempted": self.stats.num_preempted,
             "num_rejected": self.counts.rejected,
             "unstable": self.unstable,
+            "stopped": self.stopped,
             "duration_s": self.duration_s,
         }
         return {
-            name: None if isinstance(value, float) and math.isnan(value) else value
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in figures.items()
         }
 
@@ -153,7 +157,8 @@ def table(results: Sequence[Result], *, best_mean_s: float | None = None) -> str
     lines = [heads]
     for result in results:
         figures = result.figures()
-        cells = [result.policy + (" (unstable)" if result.unstable else "")]
+        state = " (unstable)" if result.unstable else " (stopped)" if result.stopped else ""
+        cells = [result.policy + state]
         for _, name, form in _COLUMNS:
             cells.append("-" if figures[name] is None else form.format(figures[name]))
         if best_mean_s is not None:

@@ -195,7 +195,7 @@ def simulate(
             the service model holds its prompt once only.
         jump: Take the steps of a horizon at once; False: one by one (the same, slower).
         until_s: Take no arrivals after this instant, seconds; what has arrived is served.
-        max_waiting: When more than this many wait the run ends and is called unstable, >= 1.
+        max_waiting: When more than this many wait the run is stopped and called unstable, >= 1.
         make_request: ``(id, work, arrival_s) -> Request`` with ``payload=work``, for priorities,
             deadlines, classes; None: a plain request.
         observers: As of ``Scheduler``.
@@ -470,6 +470,7 @@ class _Run:
             reasons=self.reasons,
             num_tokens=self.tokens,
             unstable=self.unstable,
+            stopped=self.unstable,
             latency_s=self.latency_s,
             wait_s=self.wait_s,
             steps=self.steps,

@@ -34,6 +34,7 @@ __all__ = [
     "SpedUp",
     "Tried",
     "Tuning",
+    "at_once",
     "candidates",
     "compare",
     "latency_bound",
@@ -86,6 +87,22 @@ def mean_rate(workload: Requests) -> float:
     if not count:
         raise ConfigError("the workload has no requests")
     return count / last if last > 0 else _INF
+
+
+def at_once(workload: Requests) -> bool:
+    """Return whether all requests arrive at one instant, so that they have no rate. O(n)."""
+    instants = (arrival for arrival, _ in workload)
+    first = next(instants, None)
+    return all(arrival == first for arrival in instants)
+
+
+def stopped_after(result: Result, workload: Requests, max_waiting: int) -> str:
+    """Return a sentence for a run that was broken off."""
+    total = sum(1 for _ in workload)
+    return (
+        f"stopped: more than {max_waiting:,} waited (--max-waiting) after "
+        f"{result.counts.submitted:,} of {total:,} requests"
+    )
 
 
 # --- capacity -------------------------------------------------------------------------------------
@@ -214,9 +231,9 @@ class Comparison:
     bound: LatencyBound | None
 
     def ratio(self, label: str) -> float:
-        """Return a policy's mean latency over the bound, >= 1; nan if unstable or without bound."""
+        """Return mean latency over the bound, >= 1; nan if unstable, stopped or without bound."""
         result = self.results[label]
-        if self.bound is None or result.unstable:
+        if self.bound is None or result.unstable or result.stopped:
             return math.nan
         return result.mean() / self.bound.mean_s
 
@@ -372,10 +389,12 @@ class Tried:
     Attributes:
         candidate: The policy.
         capacity_per_s: Its saturated rate, requests per second.
-        p99_s: 99th percentile of the latency at this traffic, seconds; ``inf`` if unstable.
-        mean_s: Mean latency, seconds; ``inf`` if unstable.
+        p99_s: 99th percentile of the latency at this traffic, seconds; ``inf`` if unstable or
+            stopped.
+        mean_s: Mean latency, seconds; ``inf`` likewise.
         headroom: By which factor the same traffic may be sped up: up to the saturated rate, and
             with the p99 still within the target, if there is one (0 if it is not even now).
+        stopped: Says so in words if it would keep up, but more than ``max_waiting`` waited.
     """
 
     candidate: Candidate
@@ -383,6 +402,7 @@ class Tried:
     p99_s: float
     mean_s: float
     headroom: float
+    stopped: str | None = None
 
 
 @attrs.frozen
@@ -429,6 +449,13 @@ class Tuning:
                 f"head-room {best.headroom:.2f}x"
             )
         stable = [each for each in self.tried if each.p99_s < _INF]
+        stopped = [each for each in self.tried if each.stopped is not None]
+        if not stable and stopped:
+            most = max(stopped, key=lambda each: each.capacity_per_s)
+            return (
+                f"no policy gets through: {most.candidate} serves {most.capacity_per_s:.4g} "
+                f"requests/s, {self.rate:.4g} arrive; {most.stopped}"
+            )
         if not stable:
             most = max(self.tried, key=lambda each: each.capacity_per_s)
             return (
@@ -488,6 +515,7 @@ def _figures(tried: Tried) -> dict[str, Any]:
         "p99_s": plain(tried.p99_s),
         "mean_s": plain(tried.mean_s),
         "headroom": tried.headroom,
+        "stopped": tried.stopped,
     }
 
 
@@ -543,10 +571,13 @@ class _Search:
         )
         most = capacity_per_s / self.rate
         p99 = mean = _INF
+        stopped = None
         headroom = most
         if most > 1.0:
             result = self.run(candidate, 1.0)
-            if not result.unstable and result.num_requests:
+            if result.unstable:
+                stopped = stopped_after(result, self.workload, self.max_waiting)
+            elif result.num_requests:
                 p99, mean = result.percentile(99), result.mean()
         if self.target_s is not None:
             within = p99 <= self.target_s
@@ -557,6 +588,7 @@ class _Search:
             p99_s=p99,
             mean_s=mean,
             headroom=headroom,
+            stopped=stopped,
         )
 
 
@@ -604,8 +636,8 @@ def tune(
     if batch_sizes is None:
         batch_sizes = [1 << k for k in range(engine.max_num_seqs.bit_length())]
     search = _Search(workload, engine, service, target_p99_s, max_waiting)
-    if search.rate == _INF:
-        raise ConfigError("tune: all requests arrive at once; a rate is needed")
+    if at_once(workload):
+        raise ConfigError("tune: all requests arrive at one instant; a rate is needed")
     found = candidates(search.rate, batch_sizes, presets=presets, timeouts_s=timeouts_s)
     if not found:
         raise ConfigError("tune: no candidates; name presets and batch sizes")

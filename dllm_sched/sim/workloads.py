@@ -46,6 +46,7 @@ _CHUNK = 8192
 _DATA = "data"
 _CLIENTS = "servegen_msmall_clients"
 _SUFFIX = ".csv.gz"
+_MOST_TOKENS = 10_000_000  # a request of more fills the memory
 _HEADER = "arrival_s,prompt_tokens,output_tokens"
 
 
@@ -247,8 +248,10 @@ class Trace(Workload):
                         f"{self.path}, line {number}: arrival_s must be finite, >= 0 and never "
                         f"fall: {arrival!r} after {before!r}"
                     )
-                if prompt < 0 or output < 0:
-                    raise ConfigError(f"{self.path}, line {number}: tokens must be >= 0")
+                if not (0 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS):
+                    raise ConfigError(
+                        f"{self.path}, line {number}: tokens must be >= 0 and <= {_MOST_TOKENS:,}"
+                    )
                 before = arrival
                 yield arrival, prompt, output
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -149,8 +150,8 @@ def test_compare_names_policies_and_the_bound(run):
 
 
 def test_tune_prints_the_frontier_and_the_line_of_code(run):
-    arguments = ("tune", *QUICK, "--rate", 0.8, "--batch-sizes", "8,16", "--timeouts", "1,inf")
-    code, out, _ = run(*arguments)
+    arguments = ("tune", *QUICK, "--rate", 0.8, "--batch-sizes", "8,16")
+    code, out, _ = run(*arguments, "--timeouts", "1,inf")
     assert code == 0
     assert out.splitlines()[-1] == (
         "Scheduler(policy=presets.continuous(batch_size=16), capacity=Capacity(max_num_seqs=16))"
@@ -257,6 +258,8 @@ def test_policies_in_a_file_go_by_their_registered_names(run, tmp_path):
         ("[work]\nname = 'gsm8k'", "'work' must be a plain value"),
         ("workload = 'tides'", "got 'tides'"),
         ("policies = ['continuous']", "list of tables"),
+        ("policies = []", "policies is empty"),
+        ("preset = 'continuous'\npolicies = [{ name = 'continuous' }]", "do not mix"),
         ("policies = [{ batch_size = 4 }]", "needs the name of a preset"),
         ("policies = [{ name = 'best' }]", "unknown policy 'best'"),
         ("policies = [{ name = 'continuous' }, { name = 'per_request' }]", "runs one policy"),
@@ -286,15 +289,15 @@ def test_a_bad_file_is_one_line_that_names_the_key(run, tmp_path, text, message)
         (("simulate", "--load", "-1"), "--load must be a positive finite number"),
         (("simulate", "--load", "inf"), "--load must be a positive finite number"),
         (("simulate", "--rate", "1", "--load", "0.5"), "exclude each other"),
-        (("simulate", "--rate", "1", "--requests", "0"), "max_requests"),
-        (("simulate", "--rate", "1", "--seed", "-1"), "seed"),
+        (("simulate", "--rate", "1", "--requests", "0"), "--requests: must be"),
+        (("simulate", "--rate", "1", "--seed", "-1"), "--seed: must be"),
         (("simulate", "--rate", "1", "--batch-size", "0"), "must be an int >= 1"),
-        (("simulate", "--rate", "1", "--max-waiting", "0"), "max_waiting"),
+        (("simulate", "--rate", "1", "--max-waiting", "0"), "--max-waiting: must be"),
         (("simulate", "--rate", "1", "--preset", "best"), "unknown policy 'best'"),
         (("simulate", "--rate", "1", "--timeout", "1"), "continuous has none"),
         (
             ("simulate", "--rate", "1", "--preset", "fixed_fill", "--timeout", "nan"),
-            "seconds must be a number >= 0",
+            "--timeout: must be a number >= 0",
         ),
         (("simulate", "--rate", "1", "--service", "constant:nan"), "seconds must be a positive"),
         (("simulate", "--rate", "1", "--service", "constant:fast"), "numbers expected"),
@@ -302,11 +305,11 @@ def test_a_bad_file_is_one_line_that_names_the_key(run, tmp_path, text, message)
         (("simulate", "--rate", "1", "--service", "magic"), "constant:S, linear"),
         (("simulate", "--rate", "1", "--service", "table:missing.csv"), "cannot read missing.csv"),
         (("simulate", "--rate", "1", "--work", "hard"), "gsm8k, blocks:N"),
-        (("simulate", "--rate", "1", "--work", "blocks:0"), "value must be an int >= 1"),
+        (("simulate", "--rate", "1", "--work", "blocks:0"), "--work blocks: must be an int >= 1"),
         (("simulate", "--rate", "1", "--work", "blocks:many"), "whole numbers expected"),
         (("simulate", "--rate", "1", "--work", "steps:missing.txt"), "missing.txt"),
         (("simulate", "--rate", "1", "--speedup", "2"), "--speedup is for --workload trace"),
-        (("simulate", "--rate", "1", "--workload", "gamma", "--cv", "0"), "cv must be"),
+        (("simulate", "--rate", "1", "--workload", "gamma", "--cv", "0"), "--cv: must be"),
         (("simulate", "--rate", "1", "--workload", "mmpp", "--mmpp", "1,2"), "4 numbers"),
         (("simulate", "--workload", "trace"), "go together"),
         (
@@ -320,9 +323,43 @@ def test_a_bad_file_is_one_line_that_names_the_key(run, tmp_path, text, message)
         (("simulate", "--rate", "1", "--config", "missing.toml"), "missing.toml"),
         (("compare", "--rate", "1", "--policy", "fixed_fill:fast"), "KEY=VALUE expected"),
         (("compare", "--rate", "1", "--policy", "continuous:sise=3"), "sise"),
-        (("tune", "--rate", "1", "--p99", "nan"), "target_p99_s"),
+        (("tune", "--rate", "1", "--p99", "nan"), "--p99: must be"),
         (("tune", "--rate", "1", "--batch-sizes", "x"), "whole numbers expected"),
         (("tune", "--rate", "1", "--presets", "best"), "unknown policy 'best'"),
+        # What would fill the memory.
+        (("simulate", "--rate", "1", "--work", "blocks:1000000000"), "--work blocks: must be"),
+        (("simulate", "--rate", "1", "--work", f"blocks:{'9' * 20}"), "--work blocks: must be"),
+        (("simulate", "--rate", "1", "--work", "geometric:5,1e7"), "--work geometric: must be"),
+        (("simulate", "--rate", "1", "--work", "geometric:5,inf"), "whole number"),
+        (("simulate", "--rate", "1", "--batch-size", "99999999999"), "--batch-size: must be"),
+        (("simulate", "--rate", "1", "--prompt", "9" * 20), "--prompt: must be"),
+        (("compare", "--rate", "1", "--policy", "continuous:batch_size=99999999"), "batch_size of"),
+        (("tune", "--rate", "1", "--batch-sizes", "1,99999999"), "--batch-sizes: must be"),
+        (("simulate", "--rate", "1", "--service", "linear:1e-320,0,0"), "--service linear:1e-320"),
+        # What would be ignored.
+        (("simulate", "--rate", "1", "--cv", "3"), "--cv is for --workload gamma"),
+        (("simulate", "--rate", "1", "--mmpp", "1,2,3,4"), "--mmpp is for --workload mmpp"),
+        (("simulate", "--rate", "1", "--max-prompt", "9"), "--max-prompt is for --workload trace"),
+        (("simulate", "--rate", "1", "--max-output", "9"), "--max-output is for --workload trace"),
+        (("simulate", "--rate", "1", "--jitter", "1"), "--jitter is for --workload trace"),
+        (("simulate", "--rate", "1", "--page-size", "8"), "--page-size is for"),
+        (
+            ("simulate", "--workload", "trace", "--trace", "azure2023_conv", "--work", "gsm8k"),
+            "--work is for generated",
+        ),
+        (
+            ("simulate", "--workload", "trace", "--trace", "azure2023_conv", "--prompt", "9"),
+            "--prompt is for generated",
+        ),
+        (
+            ("tune", "--rate", "1", "--presets", "continuous", "--timeouts", "1"),
+            "--timeouts: none of --presets has one",
+        ),
+        (
+            ("compare", "--rate", "1", "--policy", "continuous", "--policy", "continuous"),
+            "continuous is given twice",
+        ),
+        (("tune", "--rate", "1", "--presets", "continuous,continuous"), "given twice"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -346,6 +383,129 @@ def test_a_bad_line_of_a_trace_is_named(run, tmp_path):
         code, out, err = run("simulate", "--workload", "trace", "--trace", path)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert message in err
+
+
+def test_a_file_that_is_not_text_is_one_line(run, tmp_path):
+    path = tmp_path / "latin"
+    path.write_bytes("arrival_s,prompt_tokens,output_tokens # caf\xe9".encode("latin-1"))
+    for arguments in (
+        ("--rate", 1, "--config", path),
+        ("--rate", 1, "--work", f"steps:{path}"),
+        ("--rate", 1, "--service", f"table:{path}"),
+        ("--workload", "trace", "--trace", path),
+    ):
+        code, out, err = run("simulate", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+# --- what stops a run, and what does not ----------------------------------------------------------
+
+
+def test_a_stopped_run_below_capacity_is_not_called_unstable(run):
+    arguments = (
+        "--rate", 0.9, "--requests", 2000, "--workload", "gamma", "--cv", 6, "--max-waiting", 20,
+    )  # fmt: skip
+    sizes = ("--batch-sizes", "16", "--presets", "continuous")
+    for command, more in (
+        ("simulate", ()),
+        ("compare", ("--policy", "continuous")),
+        ("tune", sizes),
+    ):
+        code, out, _ = run(command, *arguments, *more)
+        assert code == 3
+        assert "stopped: more than 20 waited (--max-waiting) after" in out
+        assert "of 2,000 requests" in out
+        assert "unstable" not in out
+        assert "grows without bound" not in out
+        code, out, _ = run(command, *arguments, *more, "--json")
+        assert (code, json.loads(out)["unstable"]) == (3, False)
+
+
+@pytest.mark.parametrize("instants", [[0.0], [5.0], [0.0] * 40, [5.0] * 40])
+def test_requests_at_one_instant_have_no_rate(run, tmp_path, instants):
+    path = tmp_path / "burst.csv"
+    lines = [f"{at},10,64\n" for at in instants]
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(lines))
+    traffic = ("--workload", "trace", "--trace", path)
+    for command in ("simulate", "compare"):
+        code, out, _ = run(command, *traffic)
+        assert code == 0
+        assert "all requests at one instant" in out
+        assert "unstable" not in out
+        assert "inf" not in out
+        code, out, _ = run(command, *traffic, "--json")
+        assert (code, json.loads(out)["rate"]) == (0, None)
+        assert run(command, *traffic, "--load", 0.5)[0] == 2
+    code, out, err = run("tune", *traffic)
+    assert (code, out) == (2, "")
+    assert "one instant" in err
+
+
+def test_load_is_of_the_largest_capacity_in_any_order(run):
+    names = ("continuous", "fixed_fill")
+    found = []
+    for order in (names, names[::-1]):
+        policies = [each for name in order for each in ("--policy", name)]
+        code, out, _ = run("compare", *QUICK, "--load", 0.4, "--json", *policies)
+        assert code == 0
+        found.append(json.loads(out))
+    assert found[0]["rate"] == found[1]["rate"]
+    assert found[0]["load"] == pytest.approx(0.4)
+    _, out, _ = run("compare", *QUICK, "--load", 0.4)
+    assert "the largest capacity among the policies (continuous)" in out
+    _, out, _ = run("tune", *QUICK, "--load", 0.4, "--batch-sizes", "8")
+    assert "the largest capacity among the presets" in out
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+def test_files_are_checked_before_the_run_and_printed_after(run, tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("it ran")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "_measured", never)
+        for option, name in (("--plot", "x.gif"), ("--plot", "no/x.png"), ("--csv", "no/x.csv")):
+            code, out, err = run("simulate", *QUICK, "--load", 0.5, option, tmp_path / name)
+            assert (code, out, err.count("\n")) == (2, "", 1)
+            assert option in err
+        assert run("simulate", *QUICK, "--load", 0.5, "--csv", tmp_path)[0] == 2
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        code, _, err = run("simulate", *QUICK, "--load", 0.5, "--plot", tmp_path / "x.png")
+        assert code == 2
+        assert "dllm-sched[plot]" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_one_line_and_the_table_comes_first(run):
+    code, out, err = run("simulate", *QUICK, "--load", 0.5, "--json", "--csv", "/dev/full")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cannot write" in err
+    json.loads(out)
+    command = [sys.executable, "-m", "dllm_sched", "simulate", *QUICK, "--load", "0.5"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot write to stdout" in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_fault():
+    command = [sys.executable, "-m", "dllm_sched", "simulate", *QUICK, "--load", "0.5"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_is_one_word(run, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_measured", interrupt)
+    code, out, err = run("simulate", *QUICK, "--load", 0.5)
+    assert (code, out, err) == (130, "", "dllm-sched: interrupted\n")
 
 
 def test_it_runs_as_a_module_and_says_when_numpy_is_missing():

@@ -16,6 +16,7 @@ from dllm_sched.sim.tuning import (
     SpedUp,
     Tried,
     Tuning,
+    at_once,
     candidates,
     compare,
     latency_bound,
@@ -72,6 +73,13 @@ def test_capacity_is_exact_where_everybody_needs_the_same():
         service=Constant(0.5),
     )
     assert rate == pytest.approx(8 / (40 * 0.5), rel=1e-9)
+
+
+def test_at_once():
+    work = Work(10, 32, 32, 1, 1, (1,))
+    assert at_once([(5.0, work)])
+    assert at_once([(5.0, work)] * 3)
+    assert not at_once([(0.0, work), (5.0, work)])
 
 
 def test_capacity_needs_requests():
