@@ -63,6 +63,8 @@ _MOST_BLOCKS = 100_000
 _MOST_DRAWN_BLOCKS = 4_096  # of many sizes, each is kept
 _MOST_STEPS = 1_000_000
 _STEP_S = (1e-12, 1e12)
+_RATES = (1e-9, 1e9)
+_MOST_CV = 1000.0
 # Options that only some workloads take: what they are for, and what they are when not given.
 _FOR_TRACES = ("speedup", "jitter", "max_prompt", "max_output")
 _LATER = {"cv": 2.0, "mmpp": "50,120,0.2,0.6", "jitter": 0.0, "work": "gsm8k", "page_size": 16}
@@ -278,10 +280,12 @@ def _check_numbers(options: argparse.Namespace) -> None:
         value = getattr(options, name, None)
         if value is not None:
             _in_range(value, _option(name), least, most)
-    for name in ("cv", "p99"):
+    for name, highest in (("cv", _MOST_CV), ("p99", sys.float_info.max)):
         value = getattr(options, name, None)
-        if value is not None and not 0 < value < _INF:
-            raise ConfigError(f"{_option(name)}: must be a finite number > 0, got {value!r}")
+        if value is not None and not 0 < value <= highest:
+            raise ConfigError(
+                f"{_option(name)}: must be a number > 0 and <= {highest:g}, got {value!r}"
+            )
     for name, highest in (("jitter", sys.float_info.max), ("timeout", _INF)):
         value = getattr(options, name, None)
         if value is not None and not 0 <= value <= highest:
@@ -463,9 +467,10 @@ def _arrivals(options: argparse.Namespace, rate: float) -> Arrivals:
         return WeibullRenewal(rate, cv=options.cv)
     if options.workload == "mmpp":
         first, second, leave_first, leave_second = _numbers(options.mmpp, "--mmpp", 4)
-        return MMPP.two_state(
-            first, second, leave_first=leave_first, leave_second=leave_second
-        ).at_rate(rate)
+        with _naming("--mmpp"):
+            return MMPP.two_state(
+                first, second, leave_first=leave_first, leave_second=leave_second
+            ).at_rate(rate)
     if options.workload == "servegen":
         return servegen_clients().at_rate(rate)
     return Poisson(rate)
@@ -496,6 +501,8 @@ class _Traffic:
             value = getattr(options, name)
             if value is not None and not 0 < value < _INF:
                 raise ConfigError(f"--{name} must be a positive finite number, got {value!r}")
+            if value is not None and not _RATES[0] <= value <= _RATES[1]:
+                raise ConfigError(f"--{name} must be {_RATES[0]:g} to {_RATES[1]:g}, got {value!r}")
         if options.rate is not None and options.load is not None:
             raise ConfigError("--rate and --load exclude each other")
         if options.workload != "trace":

@@ -149,7 +149,8 @@ def table(results: Sequence[Result], *, best_mean_s: float | None = None) -> str
 
     Args:
         results: In the order of the lines.
-        best_mean_s: A lower bound of the mean latency; adds a column with the ratio to it.
+        best_mean_s: A lower bound of the mean latency; adds a column with the ratio to it,
+            for runs that are neither unstable nor stopped.
     """
     heads = ["policy", *(head for head, _, _ in _COLUMNS)]
     if best_mean_s is not None:
@@ -162,7 +163,7 @@ def table(results: Sequence[Result], *, best_mean_s: float | None = None) -> str
         for _, name, form in _COLUMNS:
             cells.append("-" if figures[name] is None else form.format(figures[name]))
         if best_mean_s is not None:
-            cells.append(f"{result.mean() / best_mean_s:.3f}")
+            cells.append("-" if state else f"{result.mean() / best_mean_s:.3f}")
         lines.append(cells)
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     return "\n".join(

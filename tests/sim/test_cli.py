@@ -336,6 +336,10 @@ def test_a_bad_file_is_one_line_that_names_the_key(run, tmp_path, text, message)
         (("compare", "--rate", "1", "--policy", "continuous:batch_size=99999999"), "batch_size of"),
         (("tune", "--rate", "1", "--batch-sizes", "1,99999999"), "--batch-sizes: must be"),
         (("simulate", "--rate", "1", "--service", "linear:1e-320,0,0"), "--service linear:1e-320"),
+        (("simulate", "--rate", "1e-320"), "--rate must be 1e-09 to"),
+        (("simulate", "--load", "1e300"), "--load must be 1e-09 to"),
+        (("simulate", "--rate", "1", "--workload", "gamma", "--cv", "1e200"), "--cv: must be"),
+        (("simulate", "--rate", "1", "--workload", "mmpp", "--mmpp", "1,2,0,0"), "--mmpp: "),
         # What would be ignored.
         (("simulate", "--rate", "1", "--cv", "3"), "--cv is for --workload gamma"),
         (("simulate", "--rate", "1", "--mmpp", "1,2,3,4"), "--mmpp is for --workload mmpp"),
