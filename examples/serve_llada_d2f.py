@@ -132,7 +132,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", help="cpu, cuda, ...; default: cuda if there is any")
     add("--dtype", help="float32, bfloat16, ...; default: bfloat16 on cuda, else float32")
     add("--threads", type=number(1, whole=True, high=1024),
-        help="of the CPU; default: torch's, or 1 if the model in the box is faster so")  # fmt: skip
+        help="of the CPU; default: torch's, but 1 for the model in the box")  # fmt: skip
     add("--policy", default="all", choices=("all", *sorted(presets.PRESETS)), help="default: all")
     add(
         "--batch-size", type=number(1, whole=True, high=4096), default=16, help="slots; default: 16"
@@ -517,23 +517,12 @@ def percentile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
-def warm_up(engine: D2FEngine, jobs: Sequence[Job]) -> float:
-    """Let caches fill and kernels load before anything is measured; return the seconds it took."""
+def warm_up(engine: D2FEngine, jobs: Sequence[Job]) -> None:
+    """Let caches fill and kernels load before anything is measured."""
     driver = Driver(Scheduler(capacity=engine.capacity()), engine)
     report = driver.run((0.0, job.request) for job in jobs[: engine.max_num_seqs])
     if report.interrupted:
         raise KeyboardInterrupt
-    return report.wall_s
-
-
-def choose_threads(engine: D2FEngine, jobs: Sequence[Job]) -> None:
-    """Use one thread if that serves faster: with a small model on a busy machine it does."""
-    took_s = {}
-    for count in {torch.get_num_threads(), 1}:
-        torch.set_num_threads(count)
-        warm_up(engine, jobs)
-        took_s[count] = warm_up(engine, jobs)
-    torch.set_num_threads(min(took_s, key=took_s.__getitem__))
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -587,7 +576,9 @@ def run(args: argparse.Namespace) -> int:
         if args.threads is not None:
             torch.set_num_threads(args.threads)
         elif in_box and model.device.type == "cpu":
-            choose_threads(engine, jobs)
+            # So small that a second thread brings a third more speed on an idle machine and costs
+            # many times as much on a busy one.
+            torch.set_num_threads(1)
         warm_up(engine, jobs)
 
     runs: list[Served] = []
