@@ -12,7 +12,12 @@ from dllm_sched.request import Phase, Request
 __all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel"]
 
 
-def _count(instance: object, field: attrs.Attribute[int], value: object) -> None:
+def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -> None:
+    """Validate a count; for the policies' fields as well.
+
+    Raises:
+        ConfigError: If it is not an int >= 1.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(
             f"{type(instance).__name__}: {field.name} must be an int >= 1, got {value!r}"
@@ -21,7 +26,7 @@ def _count(instance: object, field: attrs.Attribute[int], value: object) -> None
 
 def _count_or_none(instance: object, field: attrs.Attribute[int | None], value: object) -> None:
     if value is not None:
-        _count(instance, field, value)  # type: ignore[arg-type]  # same field, narrower
+        at_least_one(instance, field, value)  # type: ignore[arg-type]  # same field, narrower
 
 
 class MemoryModel(Protocol):
@@ -52,7 +57,7 @@ class FixedCanvas:
         Own derivation from LLaDA's fixed canvas of prompt + generation length.
     """
 
-    page_size: int = attrs.field(default=16, validator=_count)
+    page_size: int = attrs.field(default=16, validator=at_least_one)
     grows = False
 
     def pages(self, request: Request, kv_tokens: int) -> int:
@@ -76,8 +81,8 @@ class GrowingKV:
         Own derivation: block-causal models (D2F, block diffusion) cache finished blocks only.
     """
 
-    page_size: int = attrs.field(default=16, validator=_count)
-    window_blocks: int = attrs.field(default=1, validator=_count)
+    page_size: int = attrs.field(default=16, validator=at_least_one)
+    window_blocks: int = attrs.field(default=1, validator=at_least_one)
     grows = True
 
     def pages(self, request: Request, kv_tokens: int) -> int:
@@ -107,7 +112,7 @@ class Capacity:
         ConfigError: If a field is out of range, or only one of pages and model is given.
     """
 
-    max_num_seqs: int = attrs.field(validator=_count)
+    max_num_seqs: int = attrs.field(validator=at_least_one)
     num_pages: int | None = attrs.field(default=None, validator=_count_or_none)
     memory: MemoryModel | None = None
     window_blocks: int | None = attrs.field(default=None, validator=_count_or_none)

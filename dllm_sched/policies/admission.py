@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.capacity import Capacity
+from dllm_sched.capacity import Capacity, at_least_one
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Admission, Verdict
 from dllm_sched.request import RequestView
@@ -15,18 +15,6 @@ from dllm_sched.view import Round, SchedulerView
 __all__ = ["AtBatchBoundary", "AtBlockBoundary", "MaxWaiting", "Slots", "TokenBudget"]
 
 _ADMIT, _STOP = Verdict.ADMIT, Verdict.STOP
-
-
-def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -> None:
-    """Validate a count.
-
-    Raises:
-        ConfigError: If it is not an int >= 1.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"{type(instance).__name__}: {field.name} must be an int >= 1, got {value!r}"
-        )
 
 
 @attrs.frozen

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.policies.admission import at_least_one
+from dllm_sched.capacity import at_least_one
 from dllm_sched.policies.base import KEEP, RESTART, Eviction, Victim
 from dllm_sched.request import RequestView
 from dllm_sched.view import Round

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import attrs
 
-from dllm_sched.capacity import Capacity
+from dllm_sched.capacity import Capacity, at_least_one
 from dllm_sched.errors import ConfigError
-from dllm_sched.policies.admission import at_least_one
 from dllm_sched.policies.base import Timeout
 from dllm_sched.theory.batching import capped_timeout, paper_timeout
 from dllm_sched.view import SchedulerView

@@ -5,23 +5,9 @@ from __future__ import annotations
 import math
 
 from dllm_sched.errors import ConfigError
+from dllm_sched.theory._check import is_number, positive, whole
 
 __all__ = ["capped_timeout", "mean_cycle", "paper_timeout"]
-
-
-def _check(rate: float, service_s: float) -> None:
-    for name, value in (("rate", rate), ("service_s", service_s)):
-        if not _is_number(value) or not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be a positive finite number, got {value!r}")
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise ConfigError(f"batch_size must be an int >= 1, got {batch_size!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def paper_timeout(rate: float, service_s: float) -> float:
@@ -41,7 +27,7 @@ def paper_timeout(rate: float, service_s: float) -> float:
         "Serving Masked Diffusion LLMs" (arXiv 2608.23807), the batch-timeout stability rule, as
         implemented in its authors' public repository.
     """
-    _check(rate, service_s)
+    positive(rate=rate, service_s=service_s)
     return max(0.0, service_s - 1.0 / rate)
 
 
@@ -62,10 +48,10 @@ def mean_cycle(rate: float, timeout_s: float, batch_size: int) -> float:
     Source:
         Own derivation.
     """
-    _check(rate, 1.0)
-    if not _is_number(timeout_s) or not timeout_s >= 0:
+    positive(rate=rate)
+    if not is_number(timeout_s) or not timeout_s >= 0:
         raise ConfigError(f"timeout_s must be >= 0 seconds, got {timeout_s!r}")
-    _check_batch_size(batch_size)
+    whole(batch_size=batch_size)
     if timeout_s == math.inf:
         return batch_size / rate
     mean = rate * timeout_s
@@ -100,8 +86,8 @@ def capped_timeout(rate: float, service_s: float, batch_size: int) -> float:
     Source:
         Own derivation (the published rule is its limit for an unbounded batch).
     """
-    _check(rate, service_s)
-    _check_batch_size(batch_size)
+    positive(rate=rate, service_s=service_s)
+    whole(batch_size=batch_size)
     if 1.0 / rate >= service_s:
         return 0.0
     if batch_size / rate <= service_s:
