@@ -24,14 +24,6 @@ STEP_EVENTS = frozenset({StepPlanned, StepCompleted, StepFailed})
 
 _INF = math.inf
 _ORDERING, _ADMISSION, _TIMEOUT, _COMPOSITION, _EVICTION, _CONTROL = range(6)
-_PLAN_HOOKS = (  # what a plan may ask of each axis
-    ("key",),
-    ("admit", "joined", "settle", "recheck"),
-    ("due",),
-    ("select",),
-    ("limits", "victims"),
-    ("knobs", "batch_knobs", "hints"),
-)
 
 
 class Asking:
@@ -56,7 +48,8 @@ class Asking:
         "knobs",
         "knobs_at_blocks",
         "limits",
-        "may_raise",
+        "max_rows",
+        "may_raise_late",
         "needs_blocks",
         "needs_lanes",
         "needs_length",
@@ -83,6 +76,7 @@ class Asking:
         policy.validate(capacity)
         needs = policy.needs
         self.policy = policy
+        self.max_rows = self._max_rows(policy)
         self.needs_rows = "rows" in needs
         self.needs_blocks = "blocks" in needs
         self.needs_progress = "progress" in needs
@@ -122,17 +116,23 @@ class Asking:
         self.shapes_batches = self.select or self.batch_knobs or self.hints
         self.repeats_batches = not self.select and not self.every_step
         self.observed = frozenset(self._observing)
-        self.may_raise = bool(self.observed) or any(
-            strategy.asks(hook)
-            for strategy, hooks in zip(policy.strategies, _PLAN_HOOKS, strict=True)
-            for hook in hooks
-        )
+        # in a plan, after something of it has been written down
+        self.may_raise_late = bool(self.observed) or self.knobs or self.shapes_batches
         self.states: tuple[Any, ...] = tuple(
             previous.states[axis]
             if previous is not None and previous.policy.strategies[axis] is strategy
             else self._init(strategy)
             for axis, strategy in enumerate(policy.strategies)
         )
+
+    def _max_rows(self, policy: Policy) -> float:
+        most = policy.admission.max_rows
+        if not isinstance(most, int | float) or not most >= 1:
+            raise ConfigError(
+                f"policy {policy.name!r}: max_rows of {policy.admission!r} must be rows >= 1 "
+                f"(inf = no limit), got {most!r}"
+            )
+        return most
 
     def _init(self, strategy: Strategy) -> Any:
         try:

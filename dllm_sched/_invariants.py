@@ -181,9 +181,12 @@ def _times(scheduler: Scheduler) -> str | None:
 def _empty(scheduler: Scheduler) -> str | None:
     if scheduler._views or scheduler._zombies:
         return None
+    queue = scheduler._queue
+    if any(lane is not queue._sole or lane.heap for lane in queue.lanes.values()):
+        return f"nothing is active, but lanes are left: {queue.lanes!r}"
+    if any(key.arrivals for key in queue.keys.values()) or len(queue.keys) > len(queue.lanes):
+        return f"nothing is active, but batch_keys are left: {queue.keys!r}"
     left = {
-        "lanes": scheduler._queue.lanes,
-        "batch_keys waiting": scheduler._queue.keys,
         "batch_keys running": scheduler._running.keys,
         "turns": scheduler._running.turns,
     }

@@ -54,7 +54,8 @@ class WaitingQueue:
 
     ``heads`` lists each lane's first entry; one that its lane no longer shows is skipped when it
     comes up. So a round costs O(log n) per head it looks at, however many lanes there are.
-    A lane that is alone (``sole``, the common case) needs no heads: its own heap is the order.
+    A lane that is alone (``sole``, the common case) needs no heads: its own heap is the order. It
+    stays open when it is empty, until another one opens; all others close then.
     """
 
     __slots__ = ("_by_class", "_heads", "_sole", "_track_arrivals", "keys", "lanes", "size")
@@ -90,6 +91,10 @@ class WaitingQueue:
             heappush(lane.key_queue.arrivals, (view._sequence, view))
 
     def _open(self, lane_id: Lane) -> LaneQueue:
+        sole = self._sole
+        if sole is not None and not sole.size:
+            self._sole = None
+            self._close(sole)
         key_queue = self.keys.get(lane_id[1])
         if key_queue is None:
             key_queue = self.keys[lane_id[1]] = KeyQueue(lane_id[1])
@@ -141,7 +146,7 @@ class WaitingQueue:
     def pop(self, view: RequestView) -> None:
         """Take the request that ``peek`` just returned out of its heap. O(log n).
 
-        It stays counted until ``settle_pop`` or comes back by ``restore``.
+        It stays counted until ``settle_pops`` or comes back by ``restore``.
         """
         lane: LaneQueue = view._lane
         heappop(lane.heap)
@@ -173,10 +178,6 @@ class WaitingQueue:
         heappush(lane.heap, view._entry)
         self._refresh(lane)
 
-    def settle_pop(self, view: RequestView) -> None:
-        """Make ``pop`` final: the request no longer waits. O(1)."""
-        self.settle_pops((view,))
-
     def settle_pops(self, views: Sequence[RequestView]) -> None:
         """Make the ``pop`` of each final. O(1) for each."""
         for view in views:
@@ -186,8 +187,9 @@ class WaitingQueue:
             view._entry = None
             lane.size -= 1
             key_queue.size -= 1
-            if lane.size == 0 and not lane.parked:
-                self._close(lane)
+            if not lane.size:
+                if not lane.parked:
+                    self._close(lane)
             elif self._track_arrivals:
                 arrivals = key_queue.arrivals
                 if len(arrivals) > _SMALL and len(arrivals) > 2 * key_queue.size:
@@ -199,7 +201,7 @@ class WaitingQueue:
         """Remove a waiting request that was not popped. Amortised O(log n), deleted lazily."""
         lane: LaneQueue = view._lane
         entry = view._entry
-        self.settle_pop(view)
+        self.settle_pops((view,))
         lane.dead += 1
         if lane.size == 0:
             lane.heap.clear()
@@ -214,6 +216,9 @@ class WaitingQueue:
 
     def _close(self, lane: LaneQueue) -> None:
         key_queue = lane.key_queue
+        if lane is self._sole:
+            key_queue.arrivals.clear()
+            return
         del self.lanes[lane.lane]
         del key_queue.lanes[lane.lane]
         if not key_queue.lanes:
@@ -244,8 +249,12 @@ class WaitingQueue:
         return math.inf
 
     def by_lane(self) -> dict[Lane, int]:
-        """Waiting requests per lane. O(lanes)."""
-        return {lane_id: lane.size for lane_id, lane in self.lanes.items()}
+        """Waiting requests per lane, of those that have any. O(lanes)."""
+        return {lane_id: lane.size for lane_id, lane in self.lanes.items() if lane.size}
+
+    def waiting_keys(self) -> list[KeyQueue]:
+        """The batch_keys under which anybody waits. O(batch_keys)."""
+        return [key for key in self.keys.values() if key.size]
 
     def __iter__(self) -> Iterator[RequestView]:
         """Every waiting request, in no order. O(n): for policy swaps and checks only."""

@@ -34,17 +34,12 @@ class Staged:
     state: Any = None  # admission's
     recheck = _INF
     due_at = _INF  # when the first batch_key held back is due
-    blocked: RequestView | None = None  # the head that stays
-    blocked_by: BlockedBy | None = None
+    blocked: tuple[RequestView, BlockedBy] | None = None  # the head that stays, and why
     hopeless: RequestView | None = None  # can never fit the capacity any more
     waits_for_next_round = False  # batch_keys held back may join running rows
 
     def __init__(self) -> None:
         self.views: list[RequestView] = []  # who joins, in order
-
-    def block(self, view: RequestView, why: BlockedBy) -> None:
-        """Note which head stays, and why."""
-        self.blocked, self.blocked_by = view, why
 
 
 def stage_round(
@@ -52,12 +47,13 @@ def stage_round(
     queue: WaitingQueue,
     running: RunningSet,
     round: Round | None,
+    max_rows: float,
     now: float,
     counts_of: Callable[[float, KeyQueue], SchedulerView],
 ) -> Staged:
     """Take the lanes' heads in total order and ask about each. O(log n) per head looked at.
 
-    On return the staged requests are popped but still counted (``WaitingQueue.settle_pop``);
+    On return the staged requests are popped but still counted (``WaitingQueue.settle_pops``);
     everything else is back in its place. If a strategy raises, everything is.
 
     Args:
@@ -65,6 +61,7 @@ def stage_round(
         queue: Who waits.
         running: Who runs.
         round: What the strategies see; None if none of them looks (``Asking.sees_rounds``).
+        max_rows: The most rows that may run.
         now: Seconds.
         counts_of: The counts of one batch_key.
 
@@ -79,7 +76,7 @@ def stage_round(
     memory = capacity.memory
     idle = not running.size
     only: KeyQueue | None = None
-    room = capacity.max_num_seqs - running.size
+    room = min(len(running.free_slots), max_rows - running.size)
     pages = running.free_pages
     need = 0
     state = None
@@ -94,14 +91,15 @@ def stage_round(
             _hold_back(asking, queue, parked, staged, now, counts_of)
         while (view := queue.peek(only)) is not None:
             if len(views) >= room:
-                staged.block(view, BlockedBy.SLOTS)
+                full = running.size + len(views) >= capacity.max_num_seqs
+                staged.blocked = (view, BlockedBy.SLOTS if full else BlockedBy.POLICY)
                 break
             if memory is not None:
                 need = memory.pages(view.request, view._kv_tokens or view.request.prompt_len)
                 fits = capacity.fits(view.request)
                 if need > pages or not fits:
                     staged.hopeless = None if fits else view
-                    staged.block(view, BlockedBy.MEMORY)
+                    staged.blocked = (view, BlockedBy.MEMORY)
                     break
             if asks_admit and round is not None:
                 hook = "admission.admit"
@@ -112,11 +110,11 @@ def stage_round(
                         aside.append(view)
                         if len(aside) < _SKIPS_PER_ROUND:
                             continue
-                        staged.block(aside[0], BlockedBy.POLICY)
+                        staged.blocked = (aside[0], BlockedBy.POLICY)
                         break
                     if not isinstance(verdict, Verdict):
                         raise asking.wrong(f"admit must return a Verdict, got {verdict!r}", view)
-                    staged.block(view, BlockedBy.POLICY)
+                    staged.blocked = (view, BlockedBy.POLICY)
                     if verdict is Verdict.STOP:
                         break
                     round.blocked, round.blocked_by = view, BlockedBy.POLICY
@@ -135,10 +133,10 @@ def stage_round(
                 if asking.joined:
                     hook = "admission.joined"
                     state = admission.joined(state, view, round)
-        if staged.blocked is None and aside:
-            staged.block(aside[0], BlockedBy.POLICY)
+        if aside and staged.blocked is None:
+            staged.blocked = (aside[0], BlockedBy.POLICY)
         if round is not None:
-            round.blocked, round.blocked_by = staged.blocked, staged.blocked_by
+            round.blocked, round.blocked_by = staged.blocked or (None, None)
             if asking.settle:
                 hook = "admission.settle"
                 state = admission.settle(state, round)
@@ -167,7 +165,8 @@ def stage_round(
     staged.state = state
     for lane in parked:
         queue.unpark(lane)
-    staged.waits_for_next_round = bool(idle and views and len(queue.keys) > 1)
+    if idle and views and len(queue.keys) > 1:
+        staged.waits_for_next_round = True
     return staged
 
 
@@ -180,7 +179,7 @@ def _hold_back(
     counts_of: Callable[[float, KeyQueue], SchedulerView],
 ) -> None:
     """Park the lanes of the batch_keys that are not due yet. O(batch_keys)."""
-    for key in queue.keys.values():
+    for key in queue.waiting_keys():
         due = asking.due_at(counts_of(now, key))
         if now < due:
             staged.due_at = min(staged.due_at, due)

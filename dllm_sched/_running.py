@@ -126,20 +126,24 @@ class Cohort:
 class KeyRows:
     """The running rows of one batch_key."""
 
-    __slots__ = ("batch_key", "cohorts")
+    __slots__ = ("batch_key", "cohorts", "only")
 
     def __init__(self, batch_key: Hashable) -> None:
         self.batch_key = batch_key
         self.cohorts: dict[Phase, Cohort] = {}  # in the order of the phases
+        self.only: tuple[Cohort, ...] = ()  # the cohort, while there is but one
 
     def open_cohort(self, phase: Phase) -> Cohort:
         """Make the cohort of a phase that had no rows yet."""
         cohorts = {**self.cohorts, phase: Cohort(self)}
         self.cohorts = {one: cohorts[one] for one in _PHASES if one in cohorts}
+        self.only = tuple(cohorts.values()) if len(cohorts) == 1 else ()
         return self.cohorts[phase]
 
     def select(self, phases: Any) -> tuple[tuple[Row, ...], tuple[Cohort, ...]]:
         """Rows and cohorts of some phases (``ALL``: every one), with at most one copy."""
+        if phases is ALL and self.only:
+            return self.only[0].frozen(), self.only
         chosen: list[Cohort] = []
         for phase, cohort in self.cohorts.items():
             if cohort.rows and (phases is ALL or phase in phases):
@@ -422,11 +426,12 @@ class RunningSet:
 
     def serve(self, key_rows: KeyRows, cohorts: tuple[Cohort, ...]) -> None:
         """Note whose turn it was, and who steps. The next in line is first. O(batch_keys)."""
-        turns = self.turns
-        if turns[0] is not key_rows:
-            turns.rotate(-turns.index(key_rows))
-        self._served = key_rows
-        if cohorts != self.stepping:
+        if key_rows is not self._served:
+            turns = self.turns
+            if turns[0] is not key_rows:
+                turns.rotate(-turns.index(key_rows))
+            self._served = key_rows
+        if cohorts is not self.stepping and cohorts != self.stepping:
             for cohort in self.stepping:
                 cohort.follow(STANDING)
             for cohort in cohorts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import attrs
@@ -49,55 +49,85 @@ class Phase(enum.Enum):
     REUSE = "reuse"  #: only open blocks are computed, the rest comes from the cache
 
 
+_INF = math.inf
 _WAITING = RequestStatus.WAITING
 _PREFILL = Phase.PREFILL
 
 
-def _positive_int(request: Request, field: attrs.Attribute[int], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"request {request.id!r}: {field.name} must be an int >= 1, got {value!r}"
-        )
+def _positive_int(value: object) -> str | None:
+    wrong = not isinstance(value, int) or isinstance(value, bool) or value < 1
+    return "an int >= 1" if wrong else None
 
 
-def _int(request: Request, field: attrs.Attribute[int], value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"request {request.id!r}: {field.name} must be an int, got {value!r}")
+def _int(value: object) -> str | None:
+    return None if isinstance(value, int) and not isinstance(value, bool) else "an int"
 
 
-def _instant(request: Request, field: attrs.Attribute[float], value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
-        raise ConfigError(
-            f"request {request.id!r}: {field.name} must be seconds (inf = never), got {value!r}"
-        )
+def _instant(value: object) -> str | None:
+    wrong = not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value)
+    return "seconds (inf = never)" if wrong else None
 
 
-def _duration(request: Request, field: attrs.Attribute[float], value: object) -> None:
-    _instant(request, field, value)
-    if isinstance(value, int | float) and value < 0:
-        raise ConfigError(
-            f"request {request.id!r}: {field.name} must be >= 0 seconds (inf = never), "
-            f"got {value!r}"
-        )
+def _duration(value: object) -> str | None:
+    wrong = _instant(value)
+    if wrong is None and isinstance(value, int | float) and value < 0:
+        wrong = ">= 0 seconds (inf = never)"
+    return wrong
 
 
-def _identifier(_request: Any, field: attrs.Attribute[str], value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"request: {field.name} must be a non-empty str, got {value!r}")
+def _text(value: object) -> str | None:
+    return None if isinstance(value, str) else "a str"
 
 
-def _text(request: Any, field: attrs.Attribute[Any], value: object) -> None:
-    if not isinstance(value, str):
-        raise ConfigError(f"request {request.id!r}: {field.name} must be a str, got {value!r}")
+def _optional_text(value: object) -> str | None:
+    return None if value is None or isinstance(value, str) else "a str or None"
 
 
-def _hashable(request: Any, field: attrs.Attribute[Any], value: object) -> None:
+def _hashable(value: object) -> str | None:
     try:
         hash(value)
-    except TypeError as error:
-        raise ConfigError(
-            f"request {request.id!r}: {field.name} must be hashable, got {value!r}"
-        ) from error
+    except TypeError:
+        return "hashable"
+    return None
+
+
+_CHECKS: tuple[tuple[str, Callable[[object], str | None]], ...] = (
+    ("prompt_len", _positive_int),
+    ("max_new_tokens", _positive_int),
+    ("block_length", _positive_int),
+    ("priority", _int),
+    ("deadline_at", _instant),
+    ("queue_timeout_s", _duration),
+    ("request_class", _hashable),
+    ("batch_key", _hashable),
+    ("tenant", _text),
+    ("group", _optional_text),
+)
+
+
+def _check(request: Request, _field: attrs.Attribute[str], request_id: object) -> None:
+    """Check every field of a request, in one call: one is built for each that is served."""
+    if not isinstance(request_id, str) or not request_id:
+        raise ConfigError(f"request: id must be a non-empty str, got {request_id!r}")
+    prompt, budget, block = request.prompt_len, request.max_new_tokens, request.block_length
+    if (
+        type(prompt) is type(budget) is type(block) is type(request.priority) is int
+        and prompt >= 1
+        and budget >= 1
+        and block >= 1
+        and type(request.deadline_at) is float
+        and request.deadline_at > -_INF  # and no NaN
+        and type(request.queue_timeout_s) is float
+        and request.queue_timeout_s >= 0
+        and type(request.request_class) is type(request.tenant) is str
+        and request.batch_key is request.group is None
+    ):
+        return
+    for name, check in _CHECKS:
+        value = getattr(request, name)
+        wrong = check(value)
+        if wrong is not None:
+            raise ConfigError(f"request {request_id!r}: {name} must be {wrong}, got {value!r}")
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -124,17 +154,17 @@ class Request:
         ConfigError: If a field is out of its range; names the field.
     """
 
-    id: str = attrs.field(validator=_identifier, kw_only=False)
-    prompt_len: int = attrs.field(validator=_positive_int)
-    max_new_tokens: int = attrs.field(validator=_positive_int)
-    block_length: int = attrs.field(default=32, validator=_positive_int)
-    priority: int = attrs.field(default=0, validator=_int)
-    deadline_at: float = attrs.field(default=math.inf, validator=_instant)
-    queue_timeout_s: float = attrs.field(default=math.inf, validator=_duration)
-    request_class: Hashable = attrs.field(default="", validator=_hashable)
-    batch_key: Hashable = attrs.field(default=None, validator=_hashable)
-    tenant: str = attrs.field(default="", validator=_text)
-    group: str | None = attrs.field(default=None, validator=attrs.validators.optional(_text))
+    id: str = attrs.field(validator=_check, kw_only=False)
+    prompt_len: int
+    max_new_tokens: int
+    block_length: int = 32
+    priority: int = 0
+    deadline_at: float = math.inf
+    queue_timeout_s: float = math.inf
+    request_class: Hashable = ""
+    batch_key: Hashable = None
+    tenant: str = ""
+    group: str | None = None
     payload: Any = attrs.field(default=None, repr=False)
 
     @property
@@ -201,7 +231,7 @@ class RequestView:
         self._cohort: Any = None
         self._resumed = False
         self._masked_remaining: int | None = None
-        self._expire_at = math.inf
+        self._expire_at = _INF
         # Set by the queue.
         self._lane: Any
         self._entry: Any

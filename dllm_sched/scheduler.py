@@ -178,6 +178,7 @@ class Scheduler:
         "_knob_boundaries",
         "_knob_expiries",
         "_limit_step",
+        "_max_rows",
         "_next_step_id",
         "_now",
         "_num_blocks",
@@ -345,7 +346,7 @@ class Scheduler:
             self._arm(view, now + request.queue_timeout_s, FinishReason.QUEUE_TIMEOUT)
         elif expire_at != _INF:
             self._arm(view, expire_at, _DEADLINE)
-        if asking.settle or self._running.free_slots:
+        if asking.settle or self._running.size < self._max_rows:
             self._quiet_until = -_INF
             self._dirty = True
         if self._watch:
@@ -546,10 +547,16 @@ class Scheduler:
         """
         if self._in_flight is None:
             raise EngineProtocolError("horizon: no batch is in flight; call next_step first")
-        if self._flight_progress or self._quiet_until == -_INF:
-            return Horizon(1, self._wake_at)
-        steps = min(self._recheck_step, self._limit_step) - self._clock.steps
-        return Horizon(max(1, steps), self._wake_at)
+        steps: float = 1
+        if self._quiet_until != -_INF and not self._flight_progress:
+            stop = self._limit_step
+            if self._recheck_step < stop:
+                stop = self._recheck_step
+            steps = stop - self._clock.steps
+            if steps < 1:
+                steps = 1
+        horizon: Horizon = _new(Horizon, (steps, self._wake_at))
+        return horizon
 
     # --- control ------------------------------------------------------------------------------
 
@@ -621,6 +628,7 @@ class Scheduler:
         self._count_steps()
         self._capacity = capacity
         self._running.set_capacity(capacity)
+        self._max_rows = min(capacity.max_num_seqs, self._asking.max_rows)
         self._keep_counts()
         self._touch()
         if self._watch:
@@ -778,17 +786,18 @@ class Scheduler:
         if self._counted_steps != self._clock.steps:
             self._count_steps()
         self._progressed = False
-        if self._expiries.heap and self._expiries.first() <= now:
-            for view in self._expiries.pop_due(now):
+        expiries = self._expiries
+        if expiries.heap and expiries.first() <= now:
+            for view in expiries.pop_due(now):
                 self._end(view, view._expire_reason)
         memo: tuple[Any, ...] | None = None
         try:
             if self._unobserved:
                 self._observe()
-            if self._asking.may_raise:
+            if self._asking.may_raise_late or self._draining:
                 memo = self._memo()
             batch = None if self._paused else self._decide(now)
-            wake_at = self._expiries.first() if self._expiries.heap else _INF
+            wake_at = expiries.first() if expiries.heap else _INF
             if not self._paused:
                 if self._due_at < wake_at:
                     wake_at = self._due_at
@@ -827,7 +836,10 @@ class Scheduler:
                     now, batch.step_id, len(batch.rows), len(batch.joined), self._queue.size
                 )
             )
-        return self._update(batch, self._wake_at)
+        if self._events or self._finished or self._released:
+            return self._update(batch, self._wake_at)
+        update: Update = _new(Update, (batch, (), (), self._wake_at))
+        return update
 
     def _memo(self) -> tuple[Any, ...]:
         """What a plan writes beside joins and ends; put back if it fails."""
@@ -870,15 +882,16 @@ class Scheduler:
 
     def _decide(self, now: float) -> StepBatch | None:
         asking = self._asking
-        sent_back: list[tuple[RequestView, tuple[float, ...]]] = []
         if self._short or asking.victims_every_step:
             sent_back = self._evict(now)
-        try:
+            try:
+                round = self._hold_round(now)
+            finally:  # who was sent back does not rejoin in the same round
+                for view, key in sent_back:
+                    self._queue.push(view, key)
+                    self._touch()
+        else:
             round = self._hold_round(now)
-        finally:  # who was sent back does not rejoin in the same round
-            for view, key in sent_back:
-                self._queue.push(view, key)
-                self._touch()
         if asking.knobs:
             self._renew_knobs(now)
         if not self._running.size:
@@ -895,17 +908,18 @@ class Scheduler:
             or now >= self._due_at
             or self._clock.steps >= self._recheck_step
         ):
-            self._dirty = False  # unless the round leaves something to look at
-            self._due_at = _INF
-            self._recheck_step = _INF
-            queue = self._queue
-            if asking.settle or (queue.size and self._running.size < self._capacity.max_num_seqs):
+            queue, size = self._queue, self._running.size
+            if asking.settle or (queue.size and size < self._max_rows):
                 if asking.sees_rounds:
                     round = self._new_round(now)
                 self._admit(round, now)
-            else:  # nothing to ask: nobody waits, or every slot is taken
-                head = queue.peek()
-                self._blocked = None if head is None else (head, BlockedBy.SLOTS)
+            else:  # nothing to ask: nobody waits, or there is no room
+                self._dirty = False
+                self._due_at = self._recheck_step = _INF
+                self._blocked = None
+                if queue.size and (head := queue.peek()) is not None:
+                    full = size >= self._capacity.max_num_seqs
+                    self._blocked = (head, BlockedBy.SLOTS if full else BlockedBy.POLICY)
             if self._boundaries:
                 self._boundaries = []
             self._retired = 0
@@ -953,23 +967,24 @@ class Scheduler:
 
     def _admit(self, round: Round | None, now: float) -> None:
         """One admission round: staged elsewhere, carried out here, where nothing can raise."""
-        asking = self._asking
-        staged = stage_round(asking, self._queue, self._running, round, now, self._view)
+        asking, steps = self._asking, self._clock.steps
+        staged = stage_round(
+            asking, self._queue, self._running, round, self._max_rows, now, self._view
+        )
         if asking.settle:
             asking.set_admission_state(staged.state)
         self._num_rounds += 1
-        self._round_step = self._clock.steps
-        self._recheck_step = self._round_step + staged.recheck
+        self._round_step = steps
+        self._recheck_step = steps + staged.recheck
         self._due_at = staged.due_at
-        blocked, why = staged.blocked, staged.blocked_by
-        self._blocked = None if blocked is None or why is None else (blocked, why)
+        self._blocked = staged.blocked
+        self._dirty = staged.waits_for_next_round
         if staged.views:
             self._queue.settle_pops(staged.views)
             for view, limits, knobs in zip(staged.views, staged.limits, staged.knobs, strict=False):
                 self._join(view, now, limits, knobs)
             self._progressed = True
-            self._dirty = staged.waits_for_next_round
-            if self._clock.steps >= self._limit_step:
+            if steps >= self._limit_step:
                 self._meet_step_caps()  # of a row that came back with more steps than it may have
         if staged.hopeless is not None:
             self._end(
@@ -1008,22 +1023,25 @@ class Scheduler:
         running.serve(key_rows, cohorts)
         self._batch_knobs, self._batch_knobs_until = batch_knobs, until
         self._flight_views = None if chosen is None else dict.fromkeys(chosen)
-        self._flight_progress = asking.needs_progress
+        self._flight_progress = progress = asking.needs_progress
         self._rows = rows
         joined = self._take_joined() if self._joined else ()
-        repeatable = (
+        stop_step = self._limit_step
+        if self._recheck_step < stop_step:
+            stop_step = self._recheck_step
+        if (
             asking.repeats_batches
             and len(running.turns) == 1
             and not self._dirty
             and not self._joined
-        )
-        self._quiet_until = _INF if repeatable else -_INF
-        stop_step = min(self._limit_step, self._recheck_step)
-        self._jump_step = stop_step if repeatable and not self._flight_progress else -_INF
-        if self._watch_steps or self._flight_progress or chosen is not None:
-            self._stop_step = -_INF
+        ):
+            self._quiet_until = _INF
+            self._jump_step = -_INF if progress else stop_step
         else:
-            self._stop_step = stop_step
+            self._quiet_until = self._jump_step = -_INF
+        if self._watch_steps or progress or chosen is not None:
+            stop_step = -_INF
+        self._stop_step = stop_step
         batch: StepBatch = _new(
             StepBatch, (self._next_step_id, now, rows, joined, batch_knobs, hints)
         )
@@ -1032,7 +1050,7 @@ class Scheduler:
     def _wait_for_due(self, now: float) -> None:
         """Composition selected nobody: legal only while the timeout axis will end the wait."""
         asking = self._asking
-        keys = self._queue.keys.values()
+        keys = self._queue.waiting_keys()
         due = min([asking.due_at(self._view(now, key)) for key in keys], default=_INF)
         if not now < due < _INF:
             raise PolicyError(
@@ -1046,10 +1064,10 @@ class Scheduler:
         """The rows of this batch that are new in their slot; the others stay for a later one."""
         inside: list[Row] = []
         later: dict[RequestView, None] = {}
-        chosen, stepping = self._flight_views, self._running.stepping
+        chosen, clock = self._flight_views, self._clock
         for view in self._joined:
             cohort = view._cohort
-            if cohort in stepping if chosen is None else view in chosen:
+            if cohort.clock is clock if chosen is None else view in chosen:
                 inside.append(cohort.rows[view._index])
                 view._given = True
             else:
@@ -1288,11 +1306,15 @@ class Scheduler:
     def _in_batch(self, slot: object, column: str) -> RequestView:
         """The request that has a slot in the batch in flight; one that ended still has its own."""
         running, batch = self._running, self._in_flight
-        if isinstance(slot, int) and type(slot) is not bool and 0 <= slot < len(running.slots):
+        if type(slot) is int and 0 <= slot < len(running.slots):
             view = running.slots[slot]
             if view is not None:
-                chosen = self._flight_views
-                if view._cohort in running.stepping if chosen is None else view in chosen:
+                chosen, cohort = self._flight_views, view._cohort
+                if (
+                    cohort is not None and cohort.clock is running.clock
+                    if chosen is None
+                    else view in chosen
+                ):
                     return view
                 ended = view._status is not _RUNNING  # while the step was in flight
                 if ended and batch is not None and any(row.slot == slot for row in batch.rows):
@@ -1403,6 +1425,7 @@ class Scheduler:
     def _install(self, asking: Asking) -> None:
         """Put a policy in force, with an empty queue for it."""
         self._asking = asking
+        self._max_rows = min(self._capacity.max_num_seqs, asking.max_rows)
         self._queue = WaitingQueue(by_class=asking.needs_lanes, track_arrivals=asking.due)
         self._keep_counts()
         self._set_watch()

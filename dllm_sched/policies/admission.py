@@ -27,6 +27,15 @@ class Slots(Admission):
 
     count: int = attrs.field(validator=at_least_one)
 
+    @property
+    def max_rows(self) -> float:  # type: ignore[override]
+        """``count``: the scheduler keeps to it unasked."""
+        return self.count
+
+    def asks(self, hook: str) -> bool:
+        """Not for ``admit``, unless as a part of ``|``: ``max_rows`` says the same."""
+        return hook != "admit" and super().asks(hook)
+
     def admit(self, state: Any, rv: RequestView, round: Round) -> Verdict:
         """Admit while running and joined rows are fewer than ``count``. O(1)."""
         return _ADMIT if round.view.num_running + round.num_joined < self.count else _STOP

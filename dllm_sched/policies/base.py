@@ -133,7 +133,14 @@ class Ordering(Strategy):
 
 
 class Admission(Strategy):
-    """Who may join the next step."""
+    """Who may join the next step.
+
+    Attributes:
+        max_rows: No more rows than this at a time, whatever ``admit`` says; read once, when the
+            policy is put in force, so that a plain limit costs nothing per round.
+    """
+
+    max_rows: float = math.inf
 
     def accept(self, state: Any, rv: RequestView, view: SchedulerView) -> str | None:
         """Return why a submitted request is refused, or None to queue it."""
@@ -334,6 +341,15 @@ class _Then(_Parts, Ordering):
 
 
 class _AdmissionPair(_Combined, Admission):
+    def __init__(self, parts: tuple[Any, ...], combine: Any) -> None:
+        super().__init__(parts, combine)
+        self.max_rows = combine(part.max_rows for part in parts)
+
+    def asks(self, hook: str) -> bool:
+        if hook == "admit" and self.combine is max:
+            return True  # also of parts whose ``max_rows`` says it all when they stand alone
+        return super().asks(hook)
+
     def accept(self, state: Any, rv: RequestView, view: SchedulerView) -> str | None:
         reasons = [p.accept(s, rv, view) for p, s in zip(self.parts, state, strict=True)]
         refused = [reason for reason in reasons if reason is not None]

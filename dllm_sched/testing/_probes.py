@@ -359,6 +359,10 @@ class _OrderingProbe(_Probe, Ordering):
 class _AdmissionProbe(_Probe, Admission):
     axis = "admission"
 
+    def __init__(self, inner: Any, record: Record) -> None:
+        super().__init__(inner, record)
+        self.max_rows = inner.max_rows
+
     def init(self) -> Any:
         state = super().init()
         self.record.admission_state = state

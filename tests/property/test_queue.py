@@ -143,7 +143,7 @@ class QueueMachine(RuleBasedStateMachine):
         for view in aside if commit else [*popped, *aside]:
             queue.restore(view)
         for view in popped if commit else ():
-            queue.settle_pop(view)
+            queue.settle_pops((view,))
             del self.waiting[view.sequence]
             self.gone.append(view)
         for lane in parked.values():
@@ -162,12 +162,11 @@ class QueueMachine(RuleBasedStateMachine):
         for view in views:
             by_lane.setdefault(self.lane(view), []).append(view)
             by_key.setdefault(view.request.batch_key, []).append(view)
-        assert {lane: one.size for lane, one in queue.lanes.items()} == {
-            lane: len(inside) for lane, inside in by_lane.items()
-        }
-        assert {key: one.size for key, one in queue.keys.items()} == {
+        assert queue.by_lane() == {lane: len(inside) for lane, inside in by_lane.items()}
+        assert {key.batch_key: key.size for key in queue.waiting_keys()} == {
             key: len(inside) for key, inside in by_key.items()
         }
+        assert len(queue.lanes) <= max(1, len(by_lane))  # one that is alone stays open
         if self.tracks:
             for key, inside in by_key.items():
                 oldest = min(inside, key=lambda view: view.sequence).arrived_at
@@ -180,10 +179,13 @@ class QueueMachine(RuleBasedStateMachine):
         for view in self.sorted():
             assert self.queue.peek() is view
             self.queue.pop(view)
-            self.queue.settle_pop(view)
+            self.queue.settle_pops((view,))
         assert self.queue.peek() is None
-        assert not self.queue.lanes
-        assert not self.queue.keys
+        assert not self.queue.waiting_keys()
+        assert len(self.queue.lanes) <= 1
+        for lane in self.queue.lanes.values():
+            assert not lane.heap
+            assert not lane.key_queue.arrivals
         assert self.queue.size == 0
 
 
