@@ -22,6 +22,14 @@ from dllm_sched.policies.base import (
     Verdict,
 )
 from dllm_sched.policies.composition import AllRows
+from dllm_sched.policies.denoising_surface import (
+    AgedShortestFirst,
+    BudgetCost,
+    ConstantCost,
+    CostPredictor,
+    PayloadCost,
+    SurfaceCost,
+)
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
 from dllm_sched.policies.ordering import FCFS, EarliestDeadline, PriorityFirst, ShortestBudget
 from dllm_sched.policies.timeout import Fill, MaxWait, PoissonTimeout
@@ -32,11 +40,15 @@ __all__ = [
     "KEEP",
     "RESTART",
     "Admission",
+    "AgedShortestFirst",
     "AllRows",
     "AtBatchBoundary",
     "AtBlockBoundary",
+    "BudgetCost",
     "Composition",
+    "ConstantCost",
     "Control",
+    "CostPredictor",
     "EarliestDeadline",
     "Eviction",
     "Fill",
@@ -44,6 +56,7 @@ __all__ = [
     "MaxWaiting",
     "Ordering",
     "PastDeadline",
+    "PayloadCost",
     "PoissonTimeout",
     "Policy",
     "PriorityFirst",
@@ -51,6 +64,7 @@ __all__ = [
     "Slots",
     "StepCap",
     "Strategy",
+    "SurfaceCost",
     "Timeout",
     "TokenBudget",
     "Verdict",

@@ -9,10 +9,11 @@ from typing import Any
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots
 from dllm_sched.policies.base import Policy
+from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.eviction import PastDeadline
 from dllm_sched.policies.timeout import Fill, MaxWait
 
-__all__ = ["PRESETS", "block_refill", "by_name", "continuous", "fixed_fill", "per_request"]
+__all__ = ["PRESETS", "block_refill", "by_name", "continuous", "dws", "fixed_fill", "per_request"]
 
 
 def per_request() -> Policy:
@@ -65,8 +66,36 @@ def block_refill(batch_size: int) -> Policy:
     )
 
 
+def dws(
+    batch_size: int,
+    predictor: CostPredictor | None = None,
+    *,
+    rate: float = 0.1,
+    period_s: float = 30.0,
+) -> Policy:
+    """Shortest predicted job first, with ageing; a slot is refilled at the next step.
+
+    Args:
+        batch_size: Rows, >= 1.
+        predictor: Predicts the work of a request; None: its budget, ``max_new_tokens``.
+        rate: Share of the work taken off per period of waiting, >= 0 and < 1.
+        period_s: Seconds, > 0.
+
+    Source:
+        "DWS / Denoising Surface" (arXiv 2610.00499); see ``AgedShortestFirst``.
+    """
+    return Policy(
+        ordering=AgedShortestFirst(
+            BudgetCost() if predictor is None else predictor, rate=rate, period_s=period_s
+        ),
+        admission=Slots(batch_size),
+        eviction=PastDeadline(),
+        name="dws",
+    )
+
+
 PRESETS: dict[str, Callable[..., Policy]] = {
-    preset.__name__: preset for preset in (per_request, fixed_fill, continuous, block_refill)
+    preset.__name__: preset for preset in (per_request, fixed_fill, continuous, block_refill, dws)
 }
 
 
