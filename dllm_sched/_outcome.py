@@ -21,6 +21,7 @@ __all__ = ["Named", "check_outcome"]
 
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
 _NONE: Sequence[RequestView] = ()
+_COLUMN = (tuple, list)
 
 InBatch = Callable[[object, str], RequestView]
 """(slot, what for) -> the request in that slot of the batch, or OutcomeError."""
@@ -74,7 +75,7 @@ def check_outcome(
                 f"{batch.step_id}; got none"
             )
     elif (
-        not isinstance(remaining, tuple | list)
+        not isinstance(remaining, _COLUMN)
         or len(remaining) != len(batch.rows)
         or not all(isinstance(count, int) and count >= 0 for count in remaining)
     ):
@@ -89,14 +90,14 @@ def check_outcome(
 def _check_column(
     name: str, column: Any, kind: type[Any], content: type[Any], in_batch: InBatch
 ) -> Sequence[RequestView]:
-    if not isinstance(column, tuple | list):
+    if not isinstance(column, _COLUMN):
         raise OutcomeError(f"{name}: expected a tuple of {kind.__name__} values, got {column!r}")
     views = []
     for one in column:
-        if not isinstance(one, kind):
+        if type(one) is not kind and not isinstance(one, kind):
             raise OutcomeError(f"{name}: expected {kind.__name__} values, got {one!r}")
         view = in_batch(one[0], name)
-        if not isinstance(one[1], content):
+        if type(one[1]) is not content and not isinstance(one[1], content):
             raise OutcomeError(
                 f"{name}: slot {one[0]} ({view.request.id!r}): {kind._fields[1]} must be a "
                 f"{content.__name__}, got {one[1]!r}"

@@ -284,7 +284,9 @@ class RunningSet:
 
     def free(self, view: RequestView) -> int:
         """Take slot and pages back from a row that left. O(1)."""
-        slot = slot_of(view)
+        slot = view._slot
+        if slot is None:
+            raise InvariantError(f"request {view.request.id!r} holds no slot")
         self.slots[slot] = None
         view._slot = None
         if slot < self.capacity.max_num_seqs:
@@ -313,9 +315,18 @@ class RunningSet:
         cohort_of(view).replace(view, self._row(view))
 
     def _row(self, view: RequestView) -> Row:
-        return Row(
-            slot_of(view), view.request, view._phase, view._max_tokens, view._knobs, view._resumed
+        row: Row = _new(
+            Row,
+            (
+                view._slot,
+                view.request,
+                view._phase,
+                view._max_tokens,
+                view._knobs,
+                view._resumed,
+            ),
         )
+        return row
 
     # --- pages --------------------------------------------------------------------------------
 
@@ -468,14 +479,6 @@ class RunningSet:
 def lane_of(view: RequestView) -> Lane:
     """The lane of a request when classes are told apart."""
     return (view.request.request_class, view.request.batch_key)
-
-
-def slot_of(view: RequestView) -> int:
-    """The slot that a request holds."""
-    slot = view._slot
-    if slot is None:
-        raise InvariantError(f"request {view.request.id!r} holds no slot")
-    return slot
 
 
 def cohort_of(view: RequestView) -> Cohort:

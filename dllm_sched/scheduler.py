@@ -445,12 +445,13 @@ class Scheduler:
 
     def _complete(self, batch: StepBatch, outcome: StepOutcome, now: float, steps: int) -> Update:
         """``complete_step`` when something may have changed."""
+        num_steps = self._clock.steps
         if batch is not self._in_flight:
             self._check_flight("complete_step", batch)
         if not self._now <= now < _INF:
             self._bad_clock("complete_step", now)
-        if steps != 1:
-            self._check_steps(steps)
+        if type(steps) is not int or not 1 <= steps <= max(1, self._jump_step - num_steps):
+            self._bad_steps(steps)
         named: Named | None = None
         if outcome is not NOTHING or self._flight_progress:
             named = check_outcome(
@@ -458,7 +459,8 @@ class Scheduler:
             )
         self._now = self._at = now
         self._in_flight = None
-        self._clock.steps += steps
+        num_steps += steps
+        self._clock.steps = num_steps
         self._count_steps()
         if self._flight_views is not None:
             self._advance_chosen(self._flight_views, steps)
@@ -466,9 +468,9 @@ class Scheduler:
             self._emit(StepCompleted(now, batch.step_id, len(batch.rows), steps))
         if named is not None:
             self._apply(batch, outcome, named)
-        if self._clock.steps >= self._limit_step:
+        if num_steps >= self._limit_step:
             self._meet_step_caps()
-        if self._clock.steps >= self._recheck_step:
+        if num_steps >= self._recheck_step:
             self._quiet_until = -_INF
         if self._zombies:
             self._land(steps)
@@ -1233,18 +1235,32 @@ class Scheduler:
         del self._views[request.id]
         self._num_finished += 1
         self._by_reason[reason] += 1
-        arrived_at, admitted_at = view._arrived_at, view._admitted_at
-        steps, blocks = view._steps_base, view._num_blocks_done
-        now = self._at
-        self._finished.append(
-            _new(
-                Finished,
-                (request, reason, arrived_at, admitted_at, now, steps, blocks, output, error),
-            )
+        finished: Finished = _new(
+            Finished,
+            (
+                request,
+                reason,
+                view._arrived_at,
+                view._admitted_at,
+                self._at,
+                view._steps_base,
+                view._num_blocks_done,
+                output,
+                error,
+            ),
         )
+        self._finished.append(finished)
         if self._watch:
             self._emit(
-                RequestFinished(now, request.id, reason, arrived_at, admitted_at, steps, blocks)
+                RequestFinished(
+                    finished.finished_at,
+                    request.id,
+                    reason,
+                    finished.arrived_at,
+                    finished.admitted_at,
+                    finished.num_steps,
+                    finished.num_blocks_done,
+                )
             )
 
     def _preempt(self, view: RequestView, how: Preempt) -> None:
@@ -1540,15 +1556,13 @@ class Scheduler:
                 f"{batch.step_id if isinstance(batch, StepBatch) else batch!r}"
             )
 
-    def _check_steps(self, steps: int) -> None:
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    def _bad_steps(self, steps: object) -> None:
+        if type(steps) is not int or steps < 1:
             raise EngineProtocolError(f"complete_step: steps must be an int >= 1, got {steps!r}")
-        most = max(1, self._jump_step - self._clock.steps)
-        if steps > most:
-            raise EngineProtocolError(
-                f"complete_step: {steps} steps at once, but a decision may change after {most} "
-                "(see horizon)"
-            )
+        raise EngineProtocolError(
+            f"complete_step: {steps} steps at once, but a decision may change after "
+            f"{max(1, self._jump_step - self._clock.steps)} (see horizon)"
+        )
 
     def _dump(self) -> str:
         """The state in a line, for error messages."""

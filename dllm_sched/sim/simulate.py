@@ -21,6 +21,7 @@ from dllm_sched.batch import (
     BlockBoundary,
     Finished,
     PhaseChange,
+    Row,
     RowFinished,
     StepBatch,
     StepOutcome,
@@ -40,8 +41,10 @@ from dllm_sched.sim.workloads import ClosedLoop, ClosedLoopRun
 __all__ = ["simulate"]
 
 _INF = math.inf
+_NONE: tuple[float, Any] = (_INF, None)  # no more arrivals
 _EOS = FinishReason.EOS
 _REUSE = Phase.REUSE
+_new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
 
 
 class _Row:
@@ -70,11 +73,11 @@ class _Engine:
         self._rows: dict[int, _Row] = {}  # by slot
         self._kept: dict[str, int] = {}  # steps that a preempted request had done
 
-    def join(self, batch: StepBatch) -> None:
-        for slot, request, phase, _, _, resumed in batch.joined:
+    def join(self, joined: tuple[Row, ...]) -> None:
+        for slot, request, phase, _, _, resumed in joined:
             done = self._kept.pop(request.id, 0) if resumed else 0
             row = self._rows[slot] = _Row(request, self.steps - done)
-            if self._blocks:
+            if self._blocks and done:
                 ends = row.work.block_ends
                 while row.block < len(ends) and ends[row.block] <= done:
                     row.block += 1
@@ -83,13 +86,12 @@ class _Engine:
                 self.prefilling.append(slot)
 
     def _foresee(self, slot: int, row: _Row) -> None:
-        ends = row.work.block_ends
-        if self._blocks and row.block < len(ends) - 1:
-            row.due = row.start + ends[row.block]
-        else:
-            row.due = row.start + row.work.num_steps
+        work = row.work
+        block = row.block
+        blocks = self._blocks and block < work.num_blocks - 1
+        row.due = due = row.start + (work.block_ends[block] if blocks else work.num_steps)
         self._serial += 1
-        heappush(self._events, (row.due, self._serial, slot, row))
+        heappush(self._events, (due, self._serial, slot, row))
 
     def next_event(self) -> float:
         """The step after which something happens, ``inf`` if nothing does."""
@@ -115,6 +117,8 @@ class _Engine:
     def outcome(self, batch: StepBatch, *, progress: bool) -> StepOutcome:
         """What happens after the steps counted so far."""
         steps, events = self.steps, self._events
+        if not (progress or self.prefilling or (events and events[0][0] <= steps)):
+            return NOTHING
         finished: list[RowFinished] = []
         boundaries: list[BlockBoundary] = []
         while events and events[0][0] <= steps:
@@ -123,25 +127,27 @@ class _Engine:
                 continue  # it left, or sat out
             work, done = row.work, steps - row.start
             if done >= work.num_steps:
-                finished.append(RowFinished(slot, _EOS))
-                self._drop(slot)
+                finished.append(_new(RowFinished, (slot, _EOS, None)))
+                row.due = -1
+                del self._rows[slot]
                 continue
-            while work.block_ends[row.block] <= done:
-                row.block += 1
-            kv_tokens = work.prompt_len + row.block * work.block_length
-            boundaries.append(BlockBoundary(slot, row.block, kv_tokens))
+            ends, block = work.block_ends, row.block
+            while ends[block] <= done:
+                block += 1
+            row.block = block
+            kv_tokens = work.prompt_len + block * work.block_length
+            boundaries.append(_new(BlockBoundary, (slot, block, kv_tokens)))
             self._foresee(slot, row)
         phases: tuple[PhaseChange, ...] = ()
         if self.prefilling:
             rows = self._rows
             phases = tuple(PhaseChange(slot, _REUSE) for slot in self.prefilling if slot in rows)
             self.prefilling.clear()
-        if progress:
-            remaining = tuple(self._masked(row.slot) for row in batch.rows)
-            return StepOutcome(tuple(finished), tuple(boundaries), phases, (), remaining)
-        if not (finished or boundaries or phases):
-            return NOTHING
-        return StepOutcome(tuple(finished), tuple(boundaries), phases)
+        remaining = tuple(self._masked(row.slot) for row in batch.rows) if progress else None
+        outcome: StepOutcome = _new(
+            StepOutcome, (tuple(finished), tuple(boundaries), phases, (), remaining)
+        )
+        return outcome
 
     def _masked(self, slot: int) -> int:
         row = self._rows.get(slot)
@@ -277,7 +283,9 @@ class _Run:
         self.clients: dict[str, int] = {}
         self.queue: list[tuple[float, int, Work, int]] = []  # a closed loop's coming arrivals
         self.source: Iterator[tuple[float, Work]] = iter(())
-        self.coming: tuple[float, Work, int] | None = None
+        self.coming_at = _INF  # the next arrival's instant, inf if there is none,
+        self.coming: Any = None  # its work,
+        self.client = -1  # and in a closed loop whose it is
         self.latency_s = array("d")
         self.wait_s = array("d")
         self.steps = array("l")
@@ -289,35 +297,32 @@ class _Run:
     def _advance(self) -> None:
         """Look at the next arrival."""
         if self.loop is not None:
+            self.coming_at = _INF
             if self.queue:
-                at, _, work, client = heappop(self.queue)
-                self.coming = (at, work, client)
-            else:
-                self.coming = None
+                self.coming_at, _, self.coming, self.client = heappop(self.queue)
             return
-        last = self.coming[0] if self.coming is not None else -_INF
-        found = next(self.source, None)
-        if found is None or found[0] > self.until_s:
-            self.coming = None
-            return
-        if not found[0] >= last or not math.isfinite(found[0]):
+        last = self.coming_at
+        at, self.coming = next(self.source, _NONE)
+        if at > self.until_s or at == _INF:
+            at = _INF
+        elif not at >= last:
             raise ConfigError(
-                f"simulate: arrivals must be finite and in order, got {found[0]!r} after {last!r}"
+                f"simulate: arrivals must be finite and in order, got {at!r} after {last!r}"
             )
-        self.coming = (found[0], found[1], -1)
+        self.coming_at = at
 
     def _submit(self) -> None:
         """Hand the coming request over at its own instant."""
-        if self.coming is None:
-            return
-        at, work, client = self.coming
-        name = f"r{self.num_submitted}"
-        self.num_submitted += 1
-        now = max(at, self.now)
-        answer = self.scheduler.submit(self.make_request(name, work, at), now=now)
-        self.now = now
-        if client >= 0 and isinstance(answer, Accepted):
-            self.clients[name] = client
+        at = self.coming_at
+        number = self.num_submitted
+        self.num_submitted = number + 1
+        name = f"r{number}"
+        now = self.now
+        if at > now:
+            self.now = now = at
+        answer = self.scheduler.submit(self.make_request(name, self.coming, at), now=now)
+        if self.client >= 0 and isinstance(answer, Accepted):
+            self.clients[name] = self.client
         if self.progress is not None and self.num_submitted % 10_000 == 0:
             self.progress(self.num_submitted, now)
         self._advance()
@@ -332,15 +337,17 @@ class _Run:
                 self._later(arrival)
         else:
             self.source = iter(workload)
+            self.coming_at = -_INF
             self._advance()
         scheduler = self.scheduler
         while True:
-            while self.coming is not None and self.coming[0] <= self.now:
+            while self.coming_at <= self.now:
                 self._submit()
-            if self.coming is None and self.loop is None:
+            if self.coming_at == _INF and self.loop is None and not self.drained:
                 self._drain()
             update = scheduler.next_step(now=self.now)
-            self._told(update)
+            if update.finished or update.released:
+                self._told(update)
             if update.batch is not None:
                 self._step(update.batch)
             elif not self._sleep(update.wake_at):
@@ -352,8 +359,7 @@ class _Run:
 
     def _sleep(self, wake_at: float) -> bool:
         """Pass the time until something changes; False when nothing ever will."""
-        at = self.coming[0] if self.coming is not None else _INF
-        until = min(wake_at, at)
+        until = min(wake_at, self.coming_at)
         if until == _INF:
             if not self.scheduler.has_work():
                 return False
@@ -364,11 +370,12 @@ class _Run:
 
     def _step(self, batch: StepBatch) -> None:
         scheduler, engine = self.scheduler, self.engine
-        if batch.joined:
-            engine.join(batch)
-        num_rows = len(batch.rows)
+        _, _, rows, joined, _, _ = batch
+        if joined:
+            engine.join(joined)
+        num_rows = len(rows)
         whole = num_rows == scheduler.num_running
-        tokens = scheduler.tokens_in_rows if whole else sum(row.max_tokens for row in batch.rows)
+        tokens = scheduler.tokens_in_rows if whole else sum(row.max_tokens for row in rows)
         step_s = self.service.step_s(num_rows, tokens)
         if step_s != self.step_s or self.now != self.run_end:
             # Instants are counted from where equal steps began, so that they come out the same to
@@ -376,24 +383,14 @@ class _Run:
             self.step_s, self.run_start, self.run_steps = step_s, self.now, 0
         steps: float = 1
         if self.jump and whole and not engine.prefilling:
-            horizon = scheduler.horizon()
-            steps = min(horizon.steps, engine.next_event() - engine.steps)
-            if horizon.until < self._after(steps):
-                steps = self._steps_to(horizon.until, steps)
-        end = self._after(steps)
-        nobody_waits = not scheduler.num_waiting
-        while self.coming is not None and self.coming[0] < end:
-            at = self.coming[0]
-            self._submit()
-            if nobody_waits and steps > 1 and scheduler.num_waiting:
-                # The scheduler counts the steps before it, taken at once with the rest, as waited.
-                nobody_waits = False
-                free = scheduler.capacity.max_num_seqs - num_rows
-                self.not_wasted += free * (int(self._steps_to(at, steps)) - 1)
-            last = self.coming is None and self.loop is None  # the drain begins after this step
-            if steps > 1 and (last or scheduler.horizon().steps <= 1):  # or it may join after it
-                steps = self._steps_to(at, steps)
-                end = self._after(steps)
+            steps, until = scheduler.horizon()
+            steps = min(steps, engine.next_event() - engine.steps)
+            if until < self.run_start + (self.run_steps + steps) * step_s:
+                steps = self._steps_to(until, steps)
+        end = self.run_start + (self.run_steps + steps) * step_s
+        if self.coming_at < end:
+            steps = self._arrivals(steps, end, num_rows)
+            end = self.run_start + (self.run_steps + steps) * step_s
         count = int(steps)
         if not whole:
             engine.sit_out(batch, count)
@@ -402,7 +399,30 @@ class _Run:
         self.run_steps += count
         self.now = self.run_end = end
         outcome = engine.outcome(batch, progress=self.needs_progress)
-        self._told(scheduler.complete_step(batch, outcome, now=end, steps=count))
+        update = scheduler.complete_step(batch, outcome, now=end, steps=count)
+        if update.finished or update.released:
+            self._told(update)
+
+    def _arrivals(self, steps: float, end: float, num_rows: int) -> float:
+        """Submit who comes before ``end``; return how many steps pass until the plan may change."""
+        scheduler = self.scheduler
+        nobody_waits = not scheduler.num_waiting
+        while self.coming_at < end:
+            at = self.coming_at
+            self._submit()
+            if steps == 1:
+                continue
+            if nobody_waits and scheduler.num_waiting:
+                # The scheduler counts the steps before it, taken at once with the rest, as waited.
+                nobody_waits = False
+                free = scheduler.capacity.max_num_seqs - num_rows
+                if free:
+                    self.not_wasted += free * (int(self._steps_to(at, steps)) - 1)
+            last = self.coming_at == _INF and self.loop is None  # the drain begins after this step
+            if last or scheduler.horizon().steps <= 1:  # or it may join after it
+                steps = self._steps_to(at, steps)
+                end = self._after(steps)
+        return steps
 
     def _after(self, steps: float) -> float:
         """The instant after so many more steps."""
@@ -435,27 +455,22 @@ class _Run:
                     self._later(arrival)
 
     def _later(self, arrival: Any) -> None:
-        coming = self.coming
-        entry = (arrival.arrival_s, arrival.client, arrival.work, arrival.client)
-        heappush(self.queue, entry)
-        if coming is not None and entry[0] < coming[0]:
-            heappush(self.queue, (coming[0], coming[2], coming[1], coming[2]))
-            self.coming = None
-        if self.coming is None:
+        at = arrival.arrival_s
+        heappush(self.queue, (at, arrival.client, arrival.work, arrival.client))
+        if at < self.coming_at:
+            if self.coming_at != _INF:
+                heappush(self.queue, (self.coming_at, self.client, self.coming, self.client))
             self._advance()
 
     def _record(self, finished: Finished) -> None:
-        reason = finished.reason
+        request, reason, arrived_at, admitted_at, finished_at, steps, _, _, _ = finished
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         if reason is not _EOS:
             return
-        self.latency_s.append(finished.finished_at - finished.arrived_at)
-        admitted = finished.admitted_at
-        self.wait_s.append(
-            (finished.arrived_at if admitted is None else admitted) - finished.arrived_at
-        )
-        self.steps.append(finished.num_steps)
-        work: Work = finished.request.payload
+        self.latency_s.append(finished_at - arrived_at)
+        self.wait_s.append(0.0 if admitted_at is None else admitted_at - arrived_at)
+        self.steps.append(steps)
+        work: Work = request.payload
         self.tokens += work.num_blocks * work.block_length
 
     def _result(self) -> Result:
