@@ -18,7 +18,7 @@ from dllm_sched.batch import (
     StepOutcome,
     Update,
 )
-from dllm_sched.capacity import Capacity, FixedCanvas, GrowingKV
+from dllm_sched.capacity import Capacity, FixedCanvas, GrowingKV, RaggedKV
 from dllm_sched.errors import (
     ClockError,
     ConfigError,
@@ -64,6 +64,7 @@ __all__ = [
     "PhaseChange",
     "Policy",
     "PolicyError",
+    "RaggedKV",
     "Rejected",
     "Released",
     "Request",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol
 
 import attrs
@@ -9,7 +12,7 @@ import attrs
 from dllm_sched.errors import ConfigError
 from dllm_sched.request import Phase, Request
 
-__all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel"]
+__all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel", "RaggedKV", "kept_tokens"]
 
 
 def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -> None:
@@ -95,6 +98,108 @@ class GrowingKV:
     def peak_pages(self, request: Request) -> int:
         """Pages of the whole canvas. O(1)."""
         return -(-request.max_total_tokens // self.page_size)
+
+
+def kept_tokens(retention: float, num_tokens: int) -> int:
+    """Return how many of ``num_tokens`` a head keeps, rounded up: ``ceil(retention * n)``. O(1)."""
+    return min(num_tokens, math.ceil(retention * num_tokens))
+
+
+def _retentions(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(values)
+
+
+def _each_a_share(
+    _model: RaggedKV, _field: attrs.Attribute[tuple[float, ...]], value: tuple[object, ...]
+) -> None:
+    for one in value:
+        if not isinstance(one, int | float) or isinstance(one, bool) or not 0 <= one <= 1:
+            raise ConfigError(f"RaggedKV: a retention must lie between 0 and 1, got {one!r}")
+    if not any(value):
+        raise ConfigError(
+            f"RaggedKV: retentions must name at least one cluster that keeps something: {value!r}"
+        )
+
+
+_MOST_CACHED = 1 << 16
+
+
+@attrs.frozen
+class RaggedKV:
+    """Heads keep different shares of their KV, and clusters of heads have pages of their own.
+
+    A cluster of n cached tokens holds ``ceil(kept / page_size)`` pages, where kept is what the most
+    retentive of its heads keeps, ``ceil(retention * n)``. A page holds ``page_size`` tokens of each
+    head of one cluster; where all clusters have equally many heads all pages have one size, and
+    ``Capacity.num_pages`` counts those of the one pool. Retentions are fixed beforehand, so what is
+    reserved is what is used, to the page, once the cache is compressed.
+
+    Args:
+        retentions: The largest share kept in each cluster, 0 to 1; at least one above 0.
+            ``theory.clusters.ragged_kv`` makes them from a profile.
+        page_size: Tokens a page holds for each of its heads, >= 1.
+        window_blocks: None: the whole canvas is reserved from join to release (as in
+            ``FixedCanvas``), and compressed. Else what is cached is compressed, and in every
+            cluster so many open blocks more are held whole, >= 1 (as in ``GrowingKV``).
+
+    Source:
+        "Tangram" (arXiv 2606.06302): kept lengths fixed when a request is scheduled, and the pages
+        of a cluster. (Its public code still reserves the uncompressed length.) The growing form is
+        our own derivation.
+    """
+
+    retentions: tuple[float, ...] = attrs.field(converter=_retentions, validator=_each_a_share)
+    page_size: int = attrs.field(default=16, validator=at_least_one)
+    window_blocks: int | None = attrs.field(default=None, validator=_count_or_none)
+    _clusters: tuple[tuple[float, int], ...] = attrs.field(init=False, repr=False, eq=False)
+    _pages: dict[tuple[int, int], int] = attrs.field(init=False, factory=dict, repr=False, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_clusters", tuple(Counter(self.retentions).items()))
+
+    @property
+    def grows(self) -> bool:
+        """Whether pages come with progress."""
+        return self.window_blocks is not None
+
+    def footprint(self, num_tokens: int, whole: int = 0) -> int:
+        """Return the pages of so many cached tokens. O(1) when asked again, else O(clusters).
+
+        Args:
+            num_tokens: Cached, and compressed, >= 0.
+            whole: Tokens beside them that every head keeps, >= 0.
+        """
+        key = (num_tokens, whole)
+        pages = self._pages.get(key)
+        if pages is None:
+            if len(self._pages) >= _MOST_CACHED:
+                self._pages.clear()
+            size = self.page_size
+            pages = self._pages[key] = sum(
+                -(-(kept_tokens(retention, num_tokens) + whole) // size) * count
+                for retention, count in self._clusters
+            )
+        return pages
+
+    def pages(self, request: Request, kv_tokens: int) -> int:
+        """Pages of the compressed canvas, or of what is cached and the open window. O(1)."""
+        total = request.max_total_tokens
+        if self.window_blocks is None:
+            return self.footprint(total)
+        cached = min(kv_tokens, total)
+        return self.footprint(cached, min(self._window(request), total - cached))
+
+    def peak_pages(self, request: Request) -> int:
+        """The same without a window; with it, the pages when the last window opens. O(1)."""
+        total = request.max_total_tokens
+        if self.window_blocks is None:
+            return self.footprint(total)
+        window = self._window(request)
+        return self.footprint(total - window, window)
+
+    def _window(self, request: Request) -> int:
+        blocks = min(self.window_blocks or 0, request.max_blocks)
+        return blocks * request.block_length
 
 
 @attrs.frozen(kw_only=True)
