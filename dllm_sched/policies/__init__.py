@@ -31,6 +31,7 @@ from dllm_sched.policies.denoising_surface import (
     SurfaceCost,
 )
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
+from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.ordering import FCFS, EarliestDeadline, PriorityFirst, ShortestBudget
 from dllm_sched.policies.timeout import Fill, MaxWait, PoissonTimeout
 
@@ -68,5 +69,6 @@ __all__ = [
     "Timeout",
     "TokenBudget",
     "Verdict",
+    "WeightedFairShare",
     "YoungestFirst",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dllm_sched.errors import ConfigError
@@ -11,9 +11,19 @@ from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slot
 from dllm_sched.policies.base import Policy
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.eviction import PastDeadline
+from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.timeout import Fill, MaxWait
 
-__all__ = ["PRESETS", "block_refill", "by_name", "continuous", "dws", "fixed_fill", "per_request"]
+__all__ = [
+    "PRESETS",
+    "block_refill",
+    "by_name",
+    "continuous",
+    "dws",
+    "fair_share",
+    "fixed_fill",
+    "per_request",
+]
 
 
 def per_request() -> Policy:
@@ -94,8 +104,34 @@ def dws(
     )
 
 
+def fair_share(batch_size: int, weights: Mapping[str, float] | None = None) -> Policy:
+    """Step-level batching in which tenants get slots in proportion to their weights.
+
+    Args:
+        batch_size: Rows, >= 1.
+        weights: Tenant -> weight, > 0; who is not named has weight 1. None: all alike.
+
+    Source:
+        Start-time fair queueing; see ``WeightedFairShare``.
+    """
+    return Policy(
+        ordering=WeightedFairShare({} if weights is None else weights),
+        admission=Slots(batch_size),
+        eviction=PastDeadline(),
+        name="fair_share",
+    )
+
+
 PRESETS: dict[str, Callable[..., Policy]] = {
-    preset.__name__: preset for preset in (per_request, fixed_fill, continuous, block_refill, dws)
+    preset.__name__: preset
+    for preset in (
+        per_request,
+        fixed_fill,
+        continuous,
+        block_refill,
+        dws,
+        fair_share,
+    )
 }
 
 

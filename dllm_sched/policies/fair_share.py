@@ -1,0 +1,184 @@
+"""Weighted fair share: tenants get slots in proportion to their weights, whoever shouts louder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import attrs
+
+from dllm_sched.errors import ConfigError
+from dllm_sched.events import RequestFinished, RequestJoined, RequestSubmitted
+from dllm_sched.policies._persistent import EMPTY, GONE, Levels, get, put
+from dllm_sched.policies.base import Ordering
+from dllm_sched.request import Request, RequestStatus, RequestView
+from dllm_sched.theory._check import is_number, positive
+
+__all__ = ["WeightedFairShare"]
+
+
+_REMEMBERED = 4096  # submissions after which a tenant that has nothing waiting is forgotten
+
+
+class _Tag(NamedTuple):
+    """What an active request was given when it was submitted."""
+
+    start: float
+    tenant: str
+    share: float  # its cost over its tenant's weight; 0 once it has run
+
+
+class _Tenant(NamedTuple):
+    finish: float  # the virtual finish of its last request
+    num_waiting: int  # that never ran
+    serial: int  # of its last submission
+
+
+class _State(NamedTuple):
+    virtual: float  # the latest start among those who joined
+    num_submitted: int
+    tenants: Levels  # name -> _Tenant, of those that would not start at ``virtual``
+    tags: Levels  # request id -> _Tag
+
+
+def _weights(weights: Mapping[str, float]) -> dict[str, float]:
+    if not isinstance(weights, Mapping):
+        raise ConfigError(
+            f"WeightedFairShare: weights must map tenants to weights, got {weights!r}"
+        )
+    for tenant, weight in weights.items():
+        if not isinstance(tenant, str):
+            raise ConfigError(f"WeightedFairShare: a tenant is a str, got {tenant!r}")
+        positive(**{f"WeightedFairShare: the weight of {tenant!r}": weight})
+    return dict(weights)
+
+
+def _weight(_instance: object, field: attrs.Attribute[float], value: object) -> None:
+    positive(**{f"WeightedFairShare: {field.name}": value})
+
+
+def _callable(_instance: object, field: attrs.Attribute[Any], value: object) -> None:
+    if not callable(value):
+        raise ConfigError(f"WeightedFairShare: {field.name} must be a callable, got {value!r}")
+
+
+def _budget(request: Request) -> float:
+    return request.max_blocks
+
+
+@attrs.frozen
+class WeightedFairShare(Ordering):
+    """Start-time fair queueing among tenants (``Request.tenant``).
+
+    A request starts, in virtual time, where its tenant's last one finishes, but not before the
+    latest start that was served; it finishes ``cost / weight`` later. The smallest start goes
+    first. While two tenants both wait, what they were given (by cost, counted at the join), each
+    over its weight, differs in no interval by more than one largest request of each over its
+    weight (cancellations aside, which make room for later requests). A tenant that was idle
+    starts at the present virtual time: it has no credit, and it waits for nobody's backlog. Nobody
+    starves: every start is passed in time.
+
+    A request that ends before it ever ran gives its share back. A preempted one keeps its place.
+    After a swap to this ordering, who waited already comes first, by arrival.
+
+    State: the active requests, and the tenants that are ahead of the virtual time. Of those, one
+    that has nothing waiting is forgotten after 4,096 later submissions, and all of them whenever
+    nobody is active; so the state does not grow with the number of tenants ever seen. O(log n)
+    amortised, n being the entries it has.
+
+    Args:
+        weights: Tenant -> weight, > 0; twice the weight, twice the share.
+        default_weight: Of tenants that ``weights`` does not name, > 0.
+        cost: What a request takes, > 0 and finite; default: the blocks of its budget.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+
+    Source:
+        Start-time fair queueing (Goyal, Vin and Cheng, 1997); the share given back and the pruning
+        are our own derivation.
+    """
+
+    observes = (RequestSubmitted, RequestJoined, RequestFinished)
+
+    weights: Mapping[str, float] = attrs.field(factory=dict, converter=_weights, hash=False)
+    default_weight: float = attrs.field(default=1.0, validator=_weight)
+    cost: Callable[[Request], float] = attrs.field(default=_budget, validator=_callable)
+
+    def init(self) -> _State:
+        """Start at virtual time 0, with nobody in it."""
+        return _State(0.0, 0, EMPTY, EMPTY)
+
+    def key(self, state: _State, rv: RequestView) -> tuple[float, ...]:
+        """Return ``(virtual start,)``."""
+        tag: _Tag | None = get(state.tags, rv.id)
+        if tag is not None:
+            return (tag.start,)
+        if rv.status is RequestStatus.WAITING:
+            self._share(rv.request)  # what is wrong with a cost is said now, not once it waits
+            return (self._start(state, rv.request.tenant),)
+        return (state.virtual,)  # it ran before this ordering was in force
+
+    def observe(self, state: _State, event: Any) -> _State:
+        """Tag a submitted request, follow the joins, forget the finished."""
+        if isinstance(event, RequestSubmitted):
+            return self._submitted(state, event.request)
+        tag: _Tag | None = get(state.tags, event.request_id)
+        if tag is None:
+            return state
+        if isinstance(event, RequestJoined):
+            if not tag.share:
+                return state  # it ran before
+            state = state._replace(
+                virtual=max(state.virtual, tag.start),
+                tags=put(state.tags, event.request_id, tag._replace(share=0.0)),
+            )
+            return self._left_queue(state, tag, 0.0)
+        state = state._replace(tags=put(state.tags, event.request_id, GONE))
+        if not state.tags:
+            return self.init()  # nobody is there: nobody is ahead or behind
+        return self._left_queue(state, tag, tag.share) if event.admitted_at is None else state
+
+    def _start(self, state: _State, tenant: str) -> float:
+        known: _Tenant | None = get(state.tenants, tenant)
+        return state.virtual if known is None else max(state.virtual, known.finish)
+
+    def _submitted(self, state: _State, request: Request) -> _State:
+        # Nothing that this ordering observes lies between the key of a submit and its event, so
+        # the start is the one that the key said.
+        name = request.tenant
+        start, share = self._start(state, name), self._share(request)
+        known: _Tenant | None = get(state.tenants, name)
+        num_waiting = 1 if known is None else known.num_waiting + 1
+        serial = state.num_submitted + 1
+        state = state._replace(
+            num_submitted=serial, tags=put(state.tags, request.id, _Tag(start, name, share))
+        )
+        return self._put(state, name, _Tenant(start + share, num_waiting, serial))
+
+    def _left_queue(self, state: _State, tag: _Tag, given_back: float) -> _State:
+        known: _Tenant | None = get(state.tenants, tag.tenant)
+        if known is None:
+            return state
+        finish, num_waiting, serial = known
+        left = _Tenant(finish - given_back, max(0, num_waiting - 1), serial)
+        return self._put(state, tag.tenant, left)
+
+    @staticmethod
+    def _put(state: _State, name: str, tenant: _Tenant) -> _State:
+        oldest = state.num_submitted - _REMEMBERED
+
+        def stays(one: _Tenant) -> bool:
+            return one.finish > state.virtual and (one.num_waiting > 0 or one.serial > oldest)
+
+        return state._replace(tenants=put(state.tenants, name, tenant, stays))
+
+    def _share(self, request: Request) -> float:
+        cost = self.cost(request)
+        if not is_number(cost) or not 0 < cost < math.inf:
+            raise ConfigError(
+                f"WeightedFairShare: the cost of request {request.id!r} must be a finite number "
+                f"> 0, got {cost!r}"
+            )
+        return cost / self.weights.get(request.tenant, self.default_weight)
