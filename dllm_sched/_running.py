@@ -406,6 +406,13 @@ class RunningSet:
 
     # --- steps --------------------------------------------------------------------------------
 
+    def next_in_turn(self) -> KeyRows:
+        """The batch_key whose turn it is: not the one that was served last, if another has rows."""
+        turns = self.turns
+        if len(turns) > 1 and turns[0] is self._served:
+            turns.rotate(-1)
+        return turns[0]
+
     def take_turn(
         self, phases: Any, chosen: tuple[RequestView, ...] | None
     ) -> tuple[KeyRows | None, tuple[Row, ...], tuple[Cohort, ...], tuple[RequestView, ...] | None]:
@@ -419,10 +426,8 @@ class RunningSet:
             (whose turn, rows, their cohorts, those of ``chosen``). O(batch_keys), plus
             O(``chosen``).
         """
-        turns = self.turns
-        if len(turns) > 1 and turns[0] is self._served:
-            turns.rotate(-1)
-        for key_rows in turns:
+        self.next_in_turn()
+        for key_rows in self.turns:
             if chosen is None:
                 rows, cohorts = key_rows.select(phases)
                 if rows:
@@ -437,11 +442,10 @@ class RunningSet:
 
     def serve(self, key_rows: KeyRows, cohorts: tuple[Cohort, ...]) -> None:
         """Note whose turn it was, and who steps. The next in line is first. O(batch_keys)."""
-        if key_rows is not self._served:
-            turns = self.turns
-            if turns[0] is not key_rows:
-                turns.rotate(-turns.index(key_rows))
-            self._served = key_rows
+        turns = self.turns
+        if turns[0] is not key_rows:
+            turns.rotate(-turns.index(key_rows))
+        self._served = key_rows
         if cohorts is not self.stepping and cohorts != self.stepping:
             for cohort in self.stepping:
                 cohort.follow(STANDING)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from dllm_sched._asking import STEP_EVENTS, Asking
 from dllm_sched._invariants import find_fault
@@ -29,7 +29,7 @@ from dllm_sched._lifecycle import Change, advance
 from dllm_sched._outcome import Named, check_outcome
 from dllm_sched._queue import KeyQueue, LazyHeap, WaitingQueue
 from dllm_sched._round import stage_round
-from dllm_sched._running import RunningSet, cohort_of
+from dllm_sched._running import KeyRows, RunningSet, cohort_of
 from dllm_sched.batch import (
     NO_KNOBS,
     NOTHING,
@@ -780,9 +780,9 @@ class Scheduler:
 
     def _plan(self, now: float) -> Update:
         """``next_step`` when something may have changed; see the module's docstring."""
-        if not self._now <= now < _INF:
-            self._bad_clock("next_step", now)
         settled = self._now
+        if not settled <= now < _INF:
+            self._bad_clock("next_step", now)
         self._now = _INF  # see _locked
         self._at = now
         if self._counted_steps != self._clock.steps:
@@ -793,23 +793,26 @@ class Scheduler:
             for view in expiries.pop_due(now):
                 self._end(view, view._expire_reason)
         memo: tuple[Any, ...] | None = None
+        batch: StepBatch | None = None
         try:
             if self._unobserved:
                 self._observe()
             if self._asking.may_raise_late or self._draining:
                 memo = self._memo()
-            batch = None if self._paused else self._decide(now)
+            if not self._paused:
+                batch = self._decide(now)
             wake_at = expiries.first() if expiries.heap else _INF
             if not self._paused:
                 if self._due_at < wake_at:
                     wake_at = self._due_at
                 if self._knob_expiries.heap:
                     wake_at = min(wake_at, self._knob_expiries.first())
-                if batch is None and self._dirty:
-                    wake_at = -_INF  # another round may find somebody at once
+                if batch is None:
+                    if self._dirty:
+                        wake_at = -_INF  # another round may find somebody at once
+                    elif self._draining and wake_at == _INF and self._views:
+                        self._stall()
             self._wake_at = wake_at
-            if batch is None and not self._paused and not self._dirty:
-                self._check_stall()
             settled = now
         except BaseException as error:
             if memo is not None:
@@ -826,12 +829,12 @@ class Scheduler:
         if batch is None:
             self._quiet_until = -_INF
             return self._update(None, self._wake_at)
-        if self._batch_knobs_until < self._wake_at:
-            self._wake_at = self._batch_knobs_until
-        if self._wake_at < self._quiet_until:
-            self._quiet_until = self._wake_at
         self._next_step_id += 1
         self._in_flight = batch
+        if self._batch_knobs_until < wake_at:
+            self._wake_at = wake_at = self._batch_knobs_until
+        if wake_at < self._quiet_until:
+            self._quiet_until = wake_at
         if self._watch_steps:
             self._emit(
                 StepPlanned(
@@ -839,8 +842,8 @@ class Scheduler:
                 )
             )
         if self._events or self._finished or self._released:
-            return self._update(batch, self._wake_at)
-        update: Update = _new(Update, (batch, (), (), self._wake_at))
+            return self._update(batch, wake_at)
+        update: Update = _new(Update, (batch, (), (), wake_at))
         return update
 
     def _memo(self) -> tuple[Any, ...]:
@@ -874,16 +877,17 @@ class Scheduler:
         if self._progressed:
             self._dirty = True
 
-    def _check_stall(self) -> None:
+    def _stall(self) -> NoReturn:
         """While draining no input can help: a policy that starts nothing would stall for ever."""
-        if self._draining and self._wake_at == _INF and self._views:
-            raise PolicyError(
-                f"policy {self.policy.name!r} starts nothing while draining: every axis must let "
-                f"the leftovers go when view.draining is True. {self._dump()}"
-            )
+        self._wake_at = _INF
+        raise PolicyError(
+            f"policy {self.policy.name!r} starts nothing while draining: every axis must let the "
+            f"leftovers go when view.draining is True. {self._dump()}"
+        )
 
     def _decide(self, now: float) -> StepBatch | None:
         asking = self._asking
+        round: Round | None = None
         if self._short or asking.victims_every_step:
             sent_back = self._evict(now)
             try:
@@ -892,39 +896,36 @@ class Scheduler:
                 for view, key in sent_back:
                     self._queue.push(view, key)
                     self._touch()
-        else:
-            round = self._hold_round(now)
-        if asking.knobs:
-            self._renew_knobs(now)
-        if not self._running.size:
-            return None
-        return self._compose(round, now)
-
-    def _hold_round(self, now: float) -> Round | None:
-        """Let requests join, if anything has changed that may let them."""
-        asking = self._asking
-        round: Round | None = None
-        if (
+        elif (
             self._dirty
             or asking.every_step
             or now >= self._due_at
             or self._clock.steps >= self._recheck_step
         ):
-            queue, size = self._queue, self._running.size
-            if asking.settle or (queue.size and size < self._max_rows):
-                if asking.sees_rounds:
-                    round = self._new_round(now)
-                self._admit(round, now)
-            else:  # nothing to ask: nobody waits, or there is no room
-                self._dirty = False
-                self._due_at = self._recheck_step = _INF
-                self._blocked = None
-                if queue.size and (head := queue.peek()) is not None:
-                    full = size >= self._capacity.max_num_seqs
-                    self._blocked = (head, BlockedBy.SLOTS if full else BlockedBy.POLICY)
-            if self._boundaries:
-                self._boundaries = []
-            self._retired = 0
+            round = self._hold_round(now)
+        if asking.knobs:
+            self._renew_knobs(now)
+        return self._compose(round, now) if self._running.size else None
+
+    def _hold_round(self, now: float) -> Round | None:
+        """Let requests join, if there is anybody, and room, or the policy counts the rounds."""
+        asking = self._asking
+        round: Round | None = None
+        queue, size = self._queue, self._running.size
+        if asking.settle or (queue.size and size < self._max_rows):
+            if asking.sees_rounds:
+                round = self._new_round(now)
+            self._admit(round, now)
+        else:
+            self._dirty = False
+            self._due_at = self._recheck_step = _INF
+            self._blocked = None
+            if queue.size and (head := queue.peek()) is not None:
+                full = size >= self._capacity.max_num_seqs
+                self._blocked = (head, BlockedBy.SLOTS if full else BlockedBy.POLICY)
+        if self._boundaries:
+            self._boundaries = []
+        self._retired = 0
         return round
 
     def _new_round(self, now: float) -> Round:
@@ -1001,29 +1002,35 @@ class Scheduler:
 
     def _compose(self, round: Round | None, now: float) -> StepBatch | None:
         asking, running = self._asking, self._running
-        phases: Any = ALL
+        turns = running.turns
+        alone = len(turns) == 1
+        key_rows: KeyRows | None
         chosen: tuple[RequestView, ...] | None = None
         if asking.shapes_batches:
+            phases: Any = ALL
             if round is None:
                 round = self._new_round(now)
             elif round.num_joined:
                 round.view = self._view(now)  # those who joined are rows now
             if asking.select:
                 phases, chosen = asking.selection(round, self._is_running)
-        key_rows, rows, cohorts, chosen = running.take_turn(phases, chosen)
-        if key_rows is None:
-            self._wait_for_due(now)
-            return None
-        batch_knobs, until = NO_KNOBS, _INF
-        hints: tuple[Any, ...] = ()
-        if asking.shapes_batches and round is not None:
+            key_rows, rows, cohorts, chosen = running.take_turn(phases, chosen)
+            if key_rows is None:
+                self._wait_for_due(now)
+                return None
+            batch_knobs, until, hints = NO_KNOBS, _INF, ()
             if asking.batch_knobs:
                 batch_knobs, until = asking.whole_batch_knobs(self._view(now))
             if asking.hints:
                 hints = asking.batch_hints(round)
+            self._batch_knobs, self._batch_knobs_until = batch_knobs, until
+        else:
+            key_rows = running.next_in_turn()
+            rows, cohorts = key_rows.select(ALL)
+            batch_knobs, hints = self._batch_knobs, ()
         # nothing below can raise
-        running.serve(key_rows, cohorts)
-        self._batch_knobs, self._batch_knobs_until = batch_knobs, until
+        if cohorts is not running.stepping or not alone:
+            running.serve(key_rows, cohorts)
         self._flight_views = None if chosen is None else dict.fromkeys(chosen)
         self._flight_progress = progress = asking.needs_progress
         self._rows = rows
@@ -1031,19 +1038,14 @@ class Scheduler:
         stop_step = self._limit_step
         if self._recheck_step < stop_step:
             stop_step = self._recheck_step
-        if (
-            asking.repeats_batches
-            and len(running.turns) == 1
-            and not self._dirty
-            and not self._joined
-        ):
+        if alone and asking.repeats_batches and not self._dirty and not self._joined:
             self._quiet_until = _INF
             self._jump_step = -_INF if progress else stop_step
         else:
             self._quiet_until = self._jump_step = -_INF
-        if self._watch_steps or progress or chosen is not None:
-            stop_step = -_INF
-        self._stop_step = stop_step
+        self._stop_step = (
+            -_INF if self._watch_steps or progress or chosen is not None else stop_step
+        )
         batch: StepBatch = _new(
             StepBatch, (self._next_step_id, now, rows, joined, batch_knobs, hints)
         )
@@ -1449,7 +1451,7 @@ class Scheduler:
         self._knob_boundaries = []
         self._recheck_step = _INF
         self._due_at = _INF
-        self._batch_knobs_until = _INF
+        self._batch_knobs, self._batch_knobs_until = NO_KNOBS, _INF
         self._stop_step = -_INF
         self._touch()
 
