@@ -33,12 +33,31 @@ from dllm_sched.policies.denoising_surface import (
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.ordering import FCFS, EarliestDeadline, PriorityFirst, ShortestBudget
-from dllm_sched.policies.timeout import Fill, MaxWait, PoissonTimeout
+from dllm_sched.policies.rates import (
+    RATES,
+    EmaRate,
+    FilteredMeanRate,
+    KnownRate,
+    KnownService,
+    LearnedService,
+    LogBandRate,
+    Rate,
+    Service,
+    WindowRate,
+)
+from dllm_sched.policies.timeout import (
+    Fill,
+    FluidFill,
+    LearnedTimeout,
+    MaxWait,
+    PoissonTimeout,
+)
 
 __all__ = [
     "ALL",
     "FCFS",
     "KEEP",
+    "RATES",
     "RESTART",
     "Admission",
     "AgedShortestFirst",
@@ -51,8 +70,16 @@ __all__ = [
     "Control",
     "CostPredictor",
     "EarliestDeadline",
+    "EmaRate",
     "Eviction",
     "Fill",
+    "FilteredMeanRate",
+    "FluidFill",
+    "KnownRate",
+    "KnownService",
+    "LearnedService",
+    "LearnedTimeout",
+    "LogBandRate",
     "MaxWait",
     "MaxWaiting",
     "Ordering",
@@ -61,6 +88,8 @@ __all__ = [
     "PoissonTimeout",
     "Policy",
     "PriorityFirst",
+    "Rate",
+    "Service",
     "ShortestBudget",
     "Slots",
     "StepCap",
@@ -70,5 +99,6 @@ __all__ = [
     "TokenBudget",
     "Verdict",
     "WeightedFairShare",
+    "WindowRate",
     "YoungestFirst",
 ]

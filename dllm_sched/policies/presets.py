@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
+
+import attrs
 
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots
@@ -12,7 +14,8 @@ from dllm_sched.policies.base import Policy
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.eviction import PastDeadline
 from dllm_sched.policies.fair_share import WeightedFairShare
-from dllm_sched.policies.timeout import Fill, MaxWait
+from dllm_sched.policies.rates import Rate, Service
+from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
 
 __all__ = [
     "PRESETS",
@@ -22,6 +25,8 @@ __all__ = [
     "dws",
     "fair_share",
     "fixed_fill",
+    "fixed_fill_online",
+    "fluid_fill",
     "per_request",
 ]
 
@@ -49,6 +54,48 @@ def fixed_fill(batch_size: int, timeout_s: float = math.inf) -> Policy:
         eviction=PastDeadline(),
         name="fixed_fill",
     )
+
+
+def fixed_fill_online(
+    batch_size: int,
+    *,
+    rate: float | str | Rate = "ema",
+    service: float | Callable[[int], float] | Service | None = None,
+    rule: Literal["paper", "capped"] = "capped",
+) -> Policy:
+    """Fixed fill whose timer is the shortest stable one for the load, known or learned.
+
+    Args:
+        batch_size: Rows, >= 1.
+        rate: Arrivals per second, > 0, or a name of ``RATES`` (``ema``, ``window``, ...).
+        service: Seconds of a batch, > 0, or a function of its rows; None: learned.
+        rule: ``paper`` or ``capped``; see ``PoissonTimeout``.
+
+    Source:
+        Fixed-fill synchronised batching (arXiv 2608.23807); learning is our own.
+    """
+    timeout = Fill(batch_size) | LearnedTimeout(batch_size, rate=rate, service=service, rule=rule)
+    return attrs.evolve(fixed_fill(batch_size), timeout=timeout, name="fixed_fill_online")
+
+
+def fluid_fill(
+    batch_size: int,
+    *,
+    rate: float | str | Rate = "ema",
+    service: float | Callable[[int], float] | Service | None = None,
+) -> Policy:
+    """Fill an idle engine only while one more request is worth its wait; run the batch to its end.
+
+    Args:
+        batch_size: Rows, >= 1.
+        rate: Arrivals per second, > 0, or a name of ``RATES`` (``ema``, ``window``, ...).
+        service: Seconds of a batch, > 0, or a function of its rows; None: learned.
+
+    Source:
+        Own derivation; see ``FluidFill``.
+    """
+    timeout = FluidFill(batch_size, rate=rate, service=service)
+    return attrs.evolve(fixed_fill(batch_size), timeout=timeout, name="fluid_fill")
 
 
 def continuous(batch_size: int) -> Policy:
@@ -131,6 +178,8 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         block_refill,
         dws,
         fair_share,
+        fixed_fill_online,
+        fluid_fill,
     )
 }
 

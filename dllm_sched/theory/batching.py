@@ -54,6 +54,11 @@ def mean_cycle(rate: float, timeout_s: float, batch_size: int) -> float:
     whole(batch_size=batch_size)
     if timeout_s == math.inf:
         return batch_size / rate
+    return _cycle(rate, timeout_s, batch_size)[0]
+
+
+def _cycle(rate: float, timeout_s: float, batch_size: int) -> tuple[float, float]:
+    """The mean cycle, seconds, and its derivative by the timer, ``P(N <= B - 2)``."""
     mean = rate * timeout_s
     # E[min(N, B - 1)] = sum over n of min(n, B - 1) P(N = n), the tail beyond B - 1 in one term.
     # Each probability from its logarithm: exp(-mean) alone underflows for long timers.
@@ -65,7 +70,7 @@ def mean_cycle(rate: float, timeout_s: float, batch_size: int) -> float:
         expected += n * p
         below += p
     expected += (batch_size - 1) * max(0.0, 1.0 - below)
-    return (1.0 + expected) / rate
+    return (1.0 + expected) / rate, below
 
 
 def capped_timeout(rate: float, service_s: float, batch_size: int) -> float:
@@ -73,7 +78,8 @@ def capped_timeout(rate: float, service_s: float, batch_size: int) -> float:
 
     The root of ``mean_cycle(T) = S``; 0 if even an immediate dispatch keeps up, ``inf`` if no
     timer does (``batch_size / rate <= S``: only full batches are stable, or nothing is).
-    Never less than ``paper_timeout``. O(batch_size) times about 60 bisections.
+    Never less than ``paper_timeout``. O(batch_size) times some ten steps
+    of Newton's method, more of them the closer the load is to full batches.
 
     Args:
         rate: Poisson arrival rate, requests per second, > 0.
@@ -92,16 +98,11 @@ def capped_timeout(rate: float, service_s: float, batch_size: int) -> float:
         return 0.0
     if batch_size / rate <= service_s:
         return math.inf
-    low = paper_timeout(rate, service_s)
-    high = max(low, service_s)
-    while mean_cycle(rate, high, batch_size) < service_s:
-        high *= 2.0
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2.0
-        if middle in (low, high):
-            break
-        if mean_cycle(rate, middle, batch_size) < service_s:
-            low = middle
-        else:
-            high = middle
-    return high
+    # The cycle is concave in the timer: from below, Newton's steps climb and never pass the root.
+    timeout_s = paper_timeout(rate, service_s)
+    while True:
+        cycle, slope = _cycle(rate, timeout_s, batch_size)
+        step = (service_s - cycle) / slope if slope > 0 else 0.0
+        if not step > 1e-13 * timeout_s:
+            return timeout_s
+        timeout_s += step
