@@ -32,6 +32,7 @@ from dllm_sched.policies.denoising_surface import (
 )
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
 from dllm_sched.policies.fair_share import WeightedFairShare
+from dllm_sched.policies.herald import Prefetch, PrefetchNextBlock
 from dllm_sched.policies.ordering import FCFS, EarliestDeadline, PriorityFirst, ShortestBudget
 from dllm_sched.policies.rates import (
     RATES,
@@ -87,6 +88,8 @@ __all__ = [
     "PayloadCost",
     "PoissonTimeout",
     "Policy",
+    "Prefetch",
+    "PrefetchNextBlock",
     "PriorityFirst",
     "Rate",
     "Service",

@@ -9,6 +9,7 @@ fails half-way has changed nothing. An axis also takes a plain callable (see ``P
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
@@ -418,9 +419,12 @@ class _ControlThen(_Parts, Control):
         return _merge([p.batch_knobs(s, view) for p, s in zip(self.parts, state, strict=True)])
 
     def hints(self, state: Any, round: Round) -> tuple[Any, ...]:
-        return tuple(
-            hint for p, s in zip(self.parts, state, strict=True) for hint in p.hints(s, round)
-        )
+        answers: list[tuple[Any, ...]] = []
+        for part, one in zip(self.parts, state, strict=True):
+            hints = tuple(part.hints(one, round))
+            if hints not in answers:  # the same advice twice is no other advice
+                answers.append(hints)
+        return tuple(itertools.chain.from_iterable(answers))
 
 
 def _merge(answers: list[tuple[Knobs, float]]) -> tuple[Knobs, float]:

@@ -14,6 +14,7 @@ from dllm_sched.policies.base import Policy
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.eviction import PastDeadline
 from dllm_sched.policies.fair_share import WeightedFairShare
+from dllm_sched.policies.herald import PrefetchNextBlock
 from dllm_sched.policies.rates import Rate, Service
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
 
@@ -27,6 +28,7 @@ __all__ = [
     "fixed_fill",
     "fixed_fill_online",
     "fluid_fill",
+    "herald",
     "per_request",
 ]
 
@@ -169,6 +171,23 @@ def fair_share(batch_size: int, weights: Mapping[str, float] | None = None) -> P
     )
 
 
+def herald(batch_size: int) -> Policy:
+    """Refill a slot at the next step, and hint at each block boundary which block comes after.
+
+    Args:
+        batch_size: Rows, >= 1.
+
+    Source:
+        "HERALD" (arXiv 2606.21633); see ``PrefetchNextBlock``.
+    """
+    return Policy(
+        admission=Slots(batch_size),
+        eviction=PastDeadline(),
+        control=PrefetchNextBlock(),
+        name="herald",
+    )
+
+
 PRESETS: dict[str, Callable[..., Policy]] = {
     preset.__name__: preset
     for preset in (
@@ -180,6 +199,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         fair_share,
         fixed_fill_online,
         fluid_fill,
+        herald,
     )
 }
 

@@ -8,15 +8,17 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import attrs
 import numpy as np
 
+from dllm_sched.batch import BlockBoundary, StepBatch
 from dllm_sched.errors import ConfigError
+from dllm_sched.policies.herald import Prefetch
 from dllm_sched.sim._check import instance_of
 from dllm_sched.sim.arrivals import csv_rows, open_text
-from dllm_sched.theory._check import is_number, not_negative, positive
+from dllm_sched.theory._check import is_number, not_negative, positive, whole
 from dllm_sched.theory.transfer import BANDWIDTH_BYTES_PER_S, OUTSTANDING_BYTES, steady_stall_s
 
 __all__ = [
@@ -24,9 +26,11 @@ __all__ = [
     "Constant",
     "Fit",
     "Linear",
+    "Offloaded",
     "Sample",
     "ServiceModel",
     "Table",
+    "Waits",
     "fit_linear",
     "fit_table",
     "load_samples",
@@ -43,6 +47,29 @@ class ServiceModel(ABC):
         Args:
             num_rows: Rows that take part, >= 1.
             num_tokens: Tokens that the step computes or reads, as the driver counts them, >= 0.
+        """
+
+    def waits(self) -> Waits | None:
+        """Return what says how long steps of one run wait for another resource; None: never."""
+        return None
+
+
+class Waits(Protocol):
+    """One run's waits for a resource that works beside the steps. It has a state: one per run."""
+
+    def before(
+        self, batch: StepBatch, crossed: Iterable[BlockBoundary], *, now: float, step_s: float
+    ) -> float:
+        """Return the seconds that a step waits before it runs, >= 0.
+
+        To be called once for each batch that follows a join, a boundary or comes with hints; the
+        steps after it, up to the next such batch, do not wait.
+
+        Args:
+            batch: The step that is about to run.
+            crossed: What the step before reported of rows that go on.
+            now: Seconds; never goes backward.
+            step_s: What the step itself will take, seconds.
         """
 
 
@@ -197,6 +224,130 @@ class BurstGap(ServiceModel):
             outstanding=self.outstanding,
         )
         return compute + self.issue_s + stall
+
+
+@attrs.frozen
+class Offloaded(ServiceModel):
+    """The KV cache lies in another memory: once per block a part of it is selected and fetched.
+
+    The selection for a row's block, and the one crossing of what it selected, take
+    ``select_s + kv_tokens * (select_token_s + budget * bytes_per_token / bandwidth)`` on one
+    resource beside the GPU that serves one row after the other, in the order in which they ask.
+    A batch waits until all of its rows have theirs. For a row that the policy named in a
+    ``Prefetch`` hint the selection starts ``draft_steps`` steps after the hint, for others when
+    the block begins.
+
+    ``step_s`` is the GPU's part alone; the waits come from ``waits().before``.
+
+    Args:
+        denoise: Seconds of the step itself, on the selected part.
+        select_s: Fixed cost of a selection, seconds, >= 0.
+        select_token_s: Per cached token, seconds, >= 0.
+        bytes_per_token: KV bytes of a token, >= 0.
+        budget: Share of the cache that is selected and crosses, 0 to 1.
+        bandwidth: Of the crossing, bytes per second, > 0.
+        draft_steps: Steps of a block after which the next one's selection can start, >= 0.
+
+    Source:
+        "HERALD" (arXiv 2606.21633), seen second hand: selection on the whole cache once per block
+        on the CPU, a 5 % budget, one crossing per block, a draft from the first step's logits. The
+        equations are our own; ``theory.prefetch`` has their closed form.
+    """
+
+    denoise: ServiceModel = attrs.field(validator=instance_of(ServiceModel))
+    select_s: float = attrs.field(default=0.0, kw_only=True)
+    select_token_s: float = attrs.field(default=0.0, kw_only=True)
+    bytes_per_token: float = attrs.field(default=0.0, kw_only=True)
+    budget: float = attrs.field(default=0.05, kw_only=True)
+    bandwidth: float = attrs.field(default=25e9, kw_only=True)
+    draft_steps: int = attrs.field(default=1, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        not_negative(
+            select_s=self.select_s,
+            select_token_s=self.select_token_s,
+            bytes_per_token=self.bytes_per_token,
+            budget=self.budget,
+        )
+        positive(bandwidth=self.bandwidth)
+        whole(0, draft_steps=self.draft_steps)
+        if self.budget > 1:
+            raise ConfigError(f"budget must lie between 0 and 1, got {self.budget!r}")
+
+    def step_s(self, num_rows: int, num_tokens: int) -> float:
+        """Return the seconds on the GPU. O(1) beside the model of them."""
+        return self.denoise.step_s(num_rows, num_tokens)
+
+    def selection_s(self, kv_tokens: int) -> float:
+        """Return the seconds of one selection and its crossing. O(1)."""
+        crossing = self.budget * self.bytes_per_token / self.bandwidth
+        return self.select_s + kv_tokens * (self.select_token_s + crossing)
+
+    def waits(self) -> Waits:
+        """Return the selections of one run, none asked for yet."""
+        return _Selections(self)
+
+
+class _Coming(NamedTuple):
+    """A selection that was asked for and has not started."""
+
+    draft_at: float  #: seconds; before it there is nothing to select by
+    slot: int
+    request_id: str
+    block: int
+    seconds: float
+
+
+class _Selections:
+    """The resource beside the GPU: what it has been asked for, and when that is there."""
+
+    def __init__(self, model: Offloaded) -> None:
+        self._model = model
+        self._free_at = -math.inf
+        self._coming: dict[int, _Coming] = {}  # by slot
+        self._fetched: dict[int, tuple[str, int, float]] = {}  # slot -> request, block, instant
+
+    def before(
+        self, batch: StepBatch, crossed: Iterable[BlockBoundary], *, now: float, step_s: float
+    ) -> float:
+        self._start_those_due(now)
+        rows = {row.slot: row.request for row in batch.rows}
+        tokens = {row.slot: row.request.prompt_len for row in batch.joined}
+        blocks = dict.fromkeys(tokens, -1)  # nothing was fetched for a row that joins
+        for slot, block, kv_tokens in crossed:
+            tokens[slot], blocks[slot] = kv_tokens, block
+        ready_at = now
+        for slot, block in blocks.items():
+            if slot in rows:
+                there = self._take(slot, rows[slot].id, block)
+                if there is None:
+                    there = self._select(now, self._model.selection_s(tokens[slot]))
+                ready_at = max(ready_at, there)
+        draft_at = ready_at + self._model.draft_steps * step_s
+        for hint in batch.hints:
+            if isinstance(hint, Prefetch) and hint.slot in tokens and hint.slot in rows:
+                then = tokens[hint.slot] + rows[hint.slot].block_length
+                self._coming.pop(hint.slot, None)
+                self._coming[hint.slot] = _Coming(draft_at, *hint, self._model.selection_s(then))
+        return ready_at - now
+
+    def _start_those_due(self, now: float) -> None:
+        for draft_at, slot, request_id, block, seconds in sorted(
+            self._coming.values(), key=lambda one: one.draft_at
+        ):  # among equals, who was hinted at first
+            if draft_at <= now:
+                del self._coming[slot]
+                self._fetched[slot] = (request_id, block, self._select(draft_at, seconds))
+
+    def _select(self, at: float, seconds: float) -> float:
+        self._free_at = max(self._free_at, at) + seconds
+        return self._free_at
+
+    def _take(self, slot: int, request_id: str, block: int) -> float | None:
+        """The instant at which what a row needs is there; None if nobody asked in time."""
+        self._coming.pop(slot, None)
+        whose, which, at = self._fetched.pop(slot, ("", -1, 0.0))
+        return at if (whose, which) == (request_id, block) else None
 
 
 class Sample(NamedTuple):

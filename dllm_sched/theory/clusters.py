@@ -286,7 +286,7 @@ def longest_first(lengths: Iterable[float], num_workers: int) -> tuple[tuple[int
         divided so is our own derivation of what "Tangram" (arXiv 2606.06302) does ahead of time.
 
     >>> longest_first([7, 6, 5, 4, 3], 2)
-    ((0, 3), (1, 2, 4))
+    ((0, 3, 4), (1, 2))
     """
     jobs = list(lengths)
     for number, length in enumerate(jobs):
