@@ -46,6 +46,7 @@ from dllm_sched.policies.rates import (
     Service,
     WindowRate,
 )
+from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import (
     Fill,
     FluidFill,
@@ -67,6 +68,7 @@ __all__ = [
     "AtBlockBoundary",
     "BudgetCost",
     "Composition",
+    "ConfidenceThreshold",
     "ConstantCost",
     "Control",
     "CostPredictor",

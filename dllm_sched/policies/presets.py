@@ -15,8 +15,12 @@ from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost,
 from dllm_sched.policies.eviction import PastDeadline
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import PrefetchNextBlock
+from dllm_sched.policies.ordering import EarliestDeadline
 from dllm_sched.policies.rates import Rate, Service
+from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
+from dllm_sched.request import Request
+from dllm_sched.theory.thresholds import Grid
 
 __all__ = [
     "PRESETS",
@@ -30,6 +34,7 @@ __all__ = [
     "fluid_fill",
     "herald",
     "per_request",
+    "tediserve",
 ]
 
 
@@ -153,6 +158,36 @@ def dws(
     )
 
 
+def tediserve(
+    batch_size: int,
+    *,
+    grid: Grid = ((0.7, 0.62), (0.9, 1.0)),
+    step_s: float = 0.0241,
+    steps: Callable[[Request], float] | None = None,
+    demand: float | None = None,
+) -> Policy:
+    """The confidence threshold as a load knob, by deadline and by load; earliest deadline first.
+
+    Args:
+        batch_size: Rows, >= 1.
+        grid: ``(threshold, share of the steps)`` pairs, ascending; the last share is 1.
+        step_s: Seconds of a step, > 0; default: LLaDA-8B with D2F on an H200, one row.
+        steps: Request -> steps at the highest threshold; None: the step ladder of its budget.
+        demand: Row-steps per second that arrive, at the highest threshold; None: estimated.
+
+    Source:
+        "TeDiServe" (arXiv 2606.29094); see ``ConfidenceThreshold``.
+    """
+    threshold = ConfidenceThreshold(grid, step_s=step_s, demand=demand)
+    return Policy(
+        ordering=EarliestDeadline(),
+        admission=Slots(batch_size),
+        eviction=PastDeadline(),
+        control=threshold if steps is None else attrs.evolve(threshold, steps=steps),
+        name="tediserve",
+    )
+
+
 def fair_share(batch_size: int, weights: Mapping[str, float] | None = None) -> Policy:
     """Step-level batching in which tenants get slots in proportion to their weights.
 
@@ -200,6 +235,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         fixed_fill_online,
         fluid_fill,
         herald,
+        tediserve,
     )
 }
 
