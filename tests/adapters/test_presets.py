@@ -18,6 +18,9 @@ ARGUMENTS = {
     "continuous": {"batch_size": 3},
     "block_refill": {"batch_size": 3},
     "dws": {"batch_size": 3},
+    "fixed_fill_online": {"batch_size": 3},
+    "fluid_fill": {"batch_size": 3},
+    "herald": {"batch_size": 3},
     "fair_share": {"batch_size": 3, "weights": {"tenant 1": 2.0}},
     "tediserve": {"batch_size": 3, "grid": ((0.9, 1.0),)},  # the threshold of the record
 }
