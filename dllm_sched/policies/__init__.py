@@ -46,6 +46,7 @@ from dllm_sched.policies.rates import (
     Service,
     WindowRate,
 )
+from dllm_sched.policies.request_router import ByLength, ChooseMode
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import (
     Fill,
@@ -67,6 +68,8 @@ __all__ = [
     "AtBatchBoundary",
     "AtBlockBoundary",
     "BudgetCost",
+    "ByLength",
+    "ChooseMode",
     "Composition",
     "ConfidenceThreshold",
     "ConstantCost",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -17,6 +17,7 @@ from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import PrefetchNextBlock
 from dllm_sched.policies.ordering import EarliestDeadline
 from dllm_sched.policies.rates import Rate, Service
+from dllm_sched.policies.request_router import ByLength, ChooseMode
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
 from dllm_sched.request import Request
@@ -34,6 +35,7 @@ __all__ = [
     "fluid_fill",
     "herald",
     "per_request",
+    "request_router",
     "tediserve",
 ]
 
@@ -223,6 +225,32 @@ def herald(batch_size: int) -> Policy:
     )
 
 
+def request_router(
+    batch_size: int,
+    modes: Sequence[str] = ("short", "long"),
+    choose_mode: Callable[[Request], str] | None = None,
+) -> Policy:
+    """Step-level batching in which each row has one mode for life, the knob ``mode``.
+
+    Args:
+        batch_size: Rows, >= 1.
+        modes: What the engine knows, at least one.
+        choose_mode: Returns one of them for a request; None, with two modes: the first up to 512
+            tokens of prompt and budget, the second beyond.
+
+    Source:
+        "RequestRouter" (arXiv 2605.23057); see ``ChooseMode``. The default rule is our own.
+    """
+    if choose_mode is None:
+        choose_mode = ByLength(modes, (512,))
+    return Policy(
+        admission=Slots(batch_size),
+        eviction=PastDeadline(),
+        control=ChooseMode(modes, choose_mode),
+        name="request_router",
+    )
+
+
 PRESETS: dict[str, Callable[..., Policy]] = {
     preset.__name__: preset
     for preset in (
@@ -236,6 +264,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         fluid_fill,
         herald,
         tediserve,
+        request_router,
     )
 }
 
