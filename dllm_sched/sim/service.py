@@ -19,11 +19,17 @@ from dllm_sched.policies.herald import Prefetch
 from dllm_sched.sim._check import instance_of
 from dllm_sched.sim.arrivals import csv_rows, open_text
 from dllm_sched.theory._check import is_number, not_negative, positive, whole
-from dllm_sched.theory.transfer import BANDWIDTH_BYTES_PER_S, OUTSTANDING_BYTES, steady_stall_s
+from dllm_sched.theory.transfer import (
+    BANDWIDTH_BYTES_PER_S,
+    OUTSTANDING_BYTES,
+    exchange_s,
+    steady_stall_s,
+)
 
 __all__ = [
     "BurstGap",
     "Constant",
+    "Exchange",
     "Fit",
     "Linear",
     "Offloaded",
@@ -224,6 +230,57 @@ class BurstGap(ServiceModel):
             outstanding=self.outstanding,
         )
         return compute + self.issue_s + stall
+
+
+@attrs.frozen
+class Exchange(ServiceModel):
+    """A step on several devices: after each layer they ship each other their tokens' results.
+
+    The next layer waits for what was shipped, and a writer for its credit: no more than
+    ``outstanding`` bytes may be under way. With two waves one half of the rows computes while the
+    other half's bytes are under way.
+
+    Args:
+        compute: Seconds of the step's computing alone, all layers together.
+        num_layers: Layers that ship, >= 1.
+        bytes_per_token: Shipped by a device per token and layer, >= 0.
+        waves: In how many parts the rows go through the layers, >= 1.
+        issue_s: Fixed cost of issuing a burst, seconds, >= 0.
+        bandwidth: Of the path, bytes per second, > 0.
+        outstanding: Bytes that may be under way, >= 0.
+
+    Source:
+        ``theory.transfer.exchange_s``.
+    """
+
+    compute: ServiceModel = attrs.field(validator=instance_of(ServiceModel))
+    num_layers: int = attrs.field(kw_only=True)
+    bytes_per_token: float = attrs.field(kw_only=True)
+    waves: int = attrs.field(default=1, kw_only=True)
+    issue_s: float = attrs.field(default=0.0, kw_only=True)
+    bandwidth: float = attrs.field(default=BANDWIDTH_BYTES_PER_S, kw_only=True)
+    outstanding: float = attrs.field(default=OUTSTANDING_BYTES, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        not_negative(
+            bytes_per_token=self.bytes_per_token,
+            issue_s=self.issue_s,
+            outstanding=self.outstanding,
+        )
+        positive(bandwidth=self.bandwidth)
+        whole(num_layers=self.num_layers, waves=self.waves)
+
+    def step_s(self, num_rows: int, num_tokens: int) -> float:
+        """Return the step with all its exchanges. O(1) beside the compute model."""
+        return exchange_s(
+            self.num_layers,
+            self.compute.step_s(num_rows, num_tokens) / self.num_layers,
+            num_tokens * self.bytes_per_token,
+            waves=self.waves,
+            issue_s=self.issue_s,
+            bandwidth=self.bandwidth,
+            outstanding=self.outstanding,
+        )
 
 
 @attrs.frozen

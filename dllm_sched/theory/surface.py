@@ -13,7 +13,7 @@ from dllm_sched.theory._check import is_number, not_negative, positive, whole
 __all__ = ["Marginals", "StepCosts", "Surface", "aged_work", "log_key"]
 
 _TOLERANCE = 1e-3
-_ROUNDING = 1e-9
+_ROUNDING = 1e-5  # predictions come from single precision
 
 
 def _row(values: Iterable[float]) -> tuple[float, ...]:
@@ -51,7 +51,7 @@ class Marginals:
             not_negative(**{f"the marginal of step {number}": value})
         for number, value in enumerate(self.steps[1:], 2):
             before = self.steps[number - 2]
-            if value > before + _ROUNDING * max(1.0, before):
+            if value > before + _ROUNDING * max(1.0, math.fsum(self.steps)):
                 raise ConfigError(
                     f"the marginals rise from {before!r} at step {number - 1} to {value!r}: more "
                     "blocks cannot take a step than took the one before"

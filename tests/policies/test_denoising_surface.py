@@ -89,6 +89,7 @@ def test_without_a_surface_the_marginals_and_a_price_per_step_do():
 def test_marginals_that_rise_are_refused():
     with pytest.raises(ConfigError, match="rise"):
         Surface([[0.5, 0.6]])
+    Surface([[0.5, 0.500005]])  # no more than single precision does
     with pytest.raises(ConfigError, match="rise"):
         Marginals((1.0, 0.5, 0.75), 1.0)
     Surface([[0.5, 0.6], [1, 0.2]])  # a block's own entries may, their sums may not
@@ -308,6 +309,22 @@ def test_a_prediction_that_comes_late_counts_when_the_request_is_queued_again():
     scheduler.submit(plain("b"), now=1.0)
     scheduler.fail_step(batch, RuntimeError(), rows={0: RowFate.RESTART}, now=2.0)
     assert scheduler.next_step(now=2.0).batch.rows[0].request.id == "a"
+
+
+def test_predictions_that_have_come_in_the_meantime_count_once_the_policy_is_set_again():
+    guess = Guess(a=None, b=None, c=None)
+    policy = Policy(ordering=AgedShortestFirst(guess), admission=Slots(1))
+    scheduler = Scheduler(policy=policy, capacity=Capacity(max_num_seqs=1))
+    for at, id in enumerate("abc"):
+        scheduler.submit(plain(id), now=float(at))
+    guess.answers |= {"c": 700.0, "b": 900.0}
+    scheduler.set_policy(scheduler.policy, now=3.0)
+    ran = ""
+    while (update := scheduler.next_step(now=4.0)).batch is not None:
+        ran += update.batch.rows[0].request.id
+        done = StepOutcome((RowFinished(0, FinishReason.EOS),))
+        scheduler.complete_step(update.batch, done, now=4.0)
+    assert ran == "cba"
 
 
 def test_constant_is_first_come_first_served_and_budget_is_what_the_client_allows():
