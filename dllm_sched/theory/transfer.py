@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from dllm_sched.theory._check import not_negative, positive, whole
 
 __all__ = [
@@ -162,8 +164,14 @@ def interleaving_gain(
     Source:
         As ``exchange_s``. The paper reports 1.18x in the geometric mean and up to 1.62x.
     """
-    terms = {"issue_s": issue_s, "bandwidth": bandwidth, "outstanding": outstanding}
-    plain = exchange_s(1, compute_s, num_bytes, **terms)
+    step = functools.partial(
+        exchange_s,
+        compute_s=compute_s,
+        num_bytes=num_bytes,
+        issue_s=issue_s,
+        bandwidth=bandwidth,
+        outstanding=outstanding,
+    )
+    plain = step(1)
     positive(**{"compute_s + issue_s + num_bytes": plain})
-    two = exchange_s(2, compute_s, num_bytes, waves=waves, **terms)
-    return plain / (two - exchange_s(1, compute_s, num_bytes, waves=waves, **terms))
+    return plain / (step(2, waves=waves) - step(1, waves=waves))
