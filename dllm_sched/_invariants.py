@@ -17,7 +17,7 @@ __all__ = ["find_fault"]
 def find_fault(scheduler: Scheduler) -> str | None:
     """Return the first broken invariant in words, or None. O(everything)."""
     waiting = list(scheduler._queue)
-    zombies = [view for view, _ in scheduler._zombies]
+    zombies = [zombie[0] for zombie in scheduler._zombies]
     return (
         _conservation(scheduler, waiting)
         or _queue(scheduler, waiting)
@@ -90,6 +90,8 @@ def _slots(scheduler: Scheduler, zombies: list[RequestView]) -> str | None:
     }
     if set(running.free_slots) != free or len(running.free_slots) != len(free):
         return "the free slots are not those that nobody holds"
+    if scheduler._ahead is not None and scheduler._in_flight is None:
+        return "a step is ahead of none"
     if zombies and scheduler._in_flight is None:
         return "slots are quarantined though no step is in flight"
     return None
@@ -108,7 +110,7 @@ def _pages(scheduler: Scheduler, zombies: list[RequestView]) -> str | None:
         return f"{used} pages held, {running.free_pages} free of {capacity.num_pages}"
     short = {id(view) for view in scheduler._short}
     for view in rows:
-        if running.lacks(view) and view._kv_tokens and id(view) not in short:
+        if running.lacks(view) and id(view) not in short:
             return f"{view!r} lacks {running.lacks(view)} pages and nobody knows"
     return None
 

@@ -95,7 +95,7 @@ def stage_round(
                 staged.blocked = (view, BlockedBy.SLOTS if full else BlockedBy.POLICY)
                 break
             if memory is not None:
-                need = memory.pages(view.request, view._kv_tokens or view.request.prompt_len)
+                need = running.pages(view)
                 fits = capacity.fits(view.request)
                 if need > pages or not fits:
                     staged.hopeless = None if fits else view

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from dllm_sched._queue import KeyQueue
 from dllm_sched.batch import Knobs, Row
 from dllm_sched.capacity import Capacity
 from dllm_sched.errors import InvariantError
@@ -189,6 +190,7 @@ class RunningSet:
         "_keeps_counts",
         "_lengths",
         "_served",
+        "ahead",
         "by_phase",
         "capacity",
         "clock",
@@ -203,8 +205,9 @@ class RunningSet:
         "turns",
     )
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, max_in_flight: int = 1) -> None:
         self.capacity = capacity
+        self.ahead = max_in_flight - 1  # steps that may be issued before a row's state is known
         self.clock = StepClock()  # steps completed
         self.slots: list[RequestView | None] = [None] * capacity.max_num_seqs
         self.free_slots = list(range(capacity.max_num_seqs - 1, -1, -1))  # the lowest goes first
@@ -227,8 +230,14 @@ class RunningSet:
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def join(self, view: RequestView, knobs: Knobs) -> int:
-        """Give a request a slot, pages and a place in a cohort. O(log n)."""
+    def join(self, view: RequestView, knobs: Knobs, flying: int = 0) -> int:
+        """Give a request a slot, pages and a place in a cohort. O(log n).
+
+        Args:
+            view: Who.
+            knobs: With what.
+            flying: Steps in flight, which it is not in.
+        """
         request = view.request
         slot = self.free_slots.pop()
         self.slots[slot] = view
@@ -238,8 +247,7 @@ class RunningSet:
         view._join_number = self.num_joined
         self.num_joined += 1
         if self.capacity.memory is not None:
-            pages = self.capacity.memory.pages(request, view._kv_tokens or request.prompt_len)
-            self.grow(view, pages)
+            self.grow(view, self.pages(view))
         self.size += 1
         tokens = view._max_tokens
         self.tokens += tokens
@@ -251,6 +259,7 @@ class RunningSet:
         cohort = key_rows.cohorts.get(phase)
         if cohort is None:
             cohort = key_rows.open_cohort(phase)
+        view._steps_base -= flying
         cohort.add(view, row)
         if self._keeps_counts:
             self._count(view)
@@ -307,7 +316,16 @@ class RunningSet:
         other = key_rows.cohorts.get(phase)
         if other is None:
             other = key_rows.open_cohort(phase)
+        if not other.rows and cohort.clock is self.clock and other.clock is not self.clock:
+            other.follow(self.clock)  # for a step that is in flight already
+            self.stepping += (other,)
         other.add(view, self._row(view))
+
+    def advance(self, view: RequestView) -> None:
+        """Count a step that a row was to sit out. O(log n)."""
+        view._steps_base += 1
+        if view._step_limit != _INF:
+            cohort_of(view).push_limit(view)
 
     def set_knobs(self, view: RequestView, knobs: Knobs) -> None:
         """Give a row other knobs. O(1)."""
@@ -330,12 +348,20 @@ class RunningSet:
 
     # --- pages --------------------------------------------------------------------------------
 
-    def lacks(self, view: RequestView) -> int:
-        """Pages that a row must get before its next step. O(1)."""
-        memory = self.capacity.memory
+    def pages(self, view: RequestView) -> int:
+        """Pages that a row must hold before the next step is issued. O(1).
+
+        A step issued before the last one's outcome is known may write one block further.
+        """
+        memory, request = self.capacity.memory, view.request
         if memory is None:
             return 0
-        return max(0, memory.pages(view.request, view._kv_tokens) - view._num_pages)
+        tokens = view._kv_tokens or request.prompt_len
+        return memory.pages(request, tokens + self.ahead * request.block_length)
+
+    def lacks(self, view: RequestView) -> int:
+        """Pages that a row must get before its next step. O(1)."""
+        return max(0, self.pages(view) - view._num_pages)
 
     def grow(self, view: RequestView, pages: int) -> None:
         """Give a row more pages (less than 0: take them back). O(1)."""
@@ -452,6 +478,22 @@ class RunningSet:
             for cohort in cohorts:
                 cohort.follow(self.clock)
             self.stepping = cohorts
+
+    def steps_as_one(self, waiting: Sequence[KeyQueue]) -> bool:
+        """Whether every row is in the steps in flight, and whoever waits is of the same batch_key.
+
+        O(``waiting``), which are the batch_keys.
+        """
+        if not self.turns:
+            return len(waiting) <= 1
+        key_rows = self.turns[0]
+        return (
+            len(self.turns) == 1
+            and all(key.batch_key == key_rows.batch_key for key in waiting)
+            and all(
+                cohort.clock is self.clock for cohort in key_rows.cohorts.values() if cohort.rows
+            )
+        )
 
     def at_limit(self) -> Iterator[RequestView]:
         """Rows that met their step cap; the caller takes each out before it asks on."""

@@ -285,7 +285,9 @@ class RequestView:
         """Denoising steps completed since the last restart. O(1)."""
         cohort = self._cohort
         steps: int = self._steps_base
-        return steps if cohort is None else steps + cohort.offset + cohort.clock.steps
+        if cohort is not None:
+            steps += cohort.offset + cohort.clock.steps
+        return max(0, steps)  # less while steps are in flight that it is not in
 
     @property
     def num_blocks_done(self) -> int:

@@ -146,6 +146,10 @@ class Scheduler:
         policy: The six strategies; default: first come, first served, whatever fits, at once.
         observers: Callables given every event (``dllm_sched.events``) after its call has
             committed. One that raises is logged once and removed.
+        max_in_flight: Steps that may be in flight at a time: 1, or 2 to *run ahead*, i.e. to plan
+            step t + 1 while step t runs. Completions come in order; a row that step t ends has
+            then taken part in one step too many (``Stats.wasted_row_steps``), and its slot comes
+            back when that one has completed.
 
     Raises:
         ConfigError: If the policy can never work within the capacity.
@@ -154,6 +158,7 @@ class Scheduler:
     # Slots: an instance with this many attributes in a dict finds each of them by hashing.
     __slots__ = (
         "__weakref__",
+        "_ahead",
         "_asking",
         "_at",
         "_batch_knobs",
@@ -178,6 +183,7 @@ class Scheduler:
         "_knob_boundaries",
         "_knob_expiries",
         "_limit_step",
+        "_max_in_flight",
         "_max_rows",
         "_next_step_id",
         "_now",
@@ -217,9 +223,13 @@ class Scheduler:
         capacity: Capacity,
         policy: Policy | None = None,
         observers: Iterable[Callable[[Event], object]] = (),
+        max_in_flight: int = 1,
     ) -> None:
         if not isinstance(capacity, Capacity):
             raise ConfigError(f"Scheduler: capacity must be a Capacity, got {capacity!r}")
+        if type(max_in_flight) is not int or max_in_flight not in (1, 2):
+            raise ConfigError(f"Scheduler: max_in_flight must be 1 or 2, got {max_in_flight!r}")
+        self._max_in_flight = max_in_flight
         self._capacity = capacity
         self._observers = list(observers)
         for observer in self._observers:
@@ -228,7 +238,7 @@ class Scheduler:
         self._now = -_INF  # the latest ``now``; inf inside of a call that asks others (_locked)
         self._at = -_INF  # the ``now`` of the present call
         self._views: dict[str, RequestView] = {}
-        self._running = RunningSet(capacity)
+        self._running = RunningSet(capacity, max_in_flight)
         self._clock = self._running.clock
         self._expiries = LazyHeap(lambda view: view._expire_at)
         self._knob_expiries = LazyHeap(lambda view: view._knobs_until)
@@ -241,11 +251,13 @@ class Scheduler:
         self._events: list[Event] = []
         self._joined: dict[RequestView, None] = {}  # not yet handed out in a batch, in order
 
-        # the step in flight
-        self._in_flight: StepBatch | None = None
+        # the steps in flight
+        self._in_flight: StepBatch | None = None  # the oldest
+        self._ahead: StepBatch | None = None  # planned while that one ran
         self._flight_views: dict[RequestView, None] | None = None  # composition chose rows
         self._flight_progress = False  # the policy that planned it needs masked_remaining
-        self._zombies: list[tuple[RequestView, FinishReason]] = []  # ended meanwhile
+        # who ended meanwhile: (whose slot, why, the first and last step that it is in)
+        self._zombies: list[tuple[RequestView, FinishReason, int, int]] = []
 
         # what the last plan holds for
         self._quiet_until = -_INF  # before it the last batch may be handed out again as it is
@@ -380,21 +392,22 @@ class Scheduler:
         leaves, plus at most one copy of the row tuple. While the engine is idle and the policy has
         a timeout axis, also O(batch_keys that wait): each is asked for its due instant.
 
+        With ``max_in_flight=2`` it may be called while a step runs. It returns no batch then where
+        that step must complete first: under a policy that selects rows, evicts or needs progress,
+        when several batch_keys are active, when memory is short, or while paused.
+
         Returns:
             The batch to run, or None and the instant (``wake_at``) before which nothing changes
             without input.
 
         Raises:
-            EngineProtocolError: If a batch is still in flight.
+            EngineProtocolError: If ``max_in_flight`` steps are still in flight.
             ClockError: If ``now`` is not finite or went backward.
             PolicyError: If the policy raised, answered nonsense, or lets nothing go while
                 draining. Nothing has changed then.
         """
         if self._in_flight is not None:
-            raise EngineProtocolError(
-                f"next_step: step {self._in_flight.step_id} is in flight; complete_step or "
-                "fail_step comes first"
-            )
+            return self._run_ahead(now)
         until = self._quiet_until
         if not self._now <= now < until:  # which implies a clock that is right
             return self._plan(now)
@@ -415,7 +428,7 @@ class Scheduler:
         """Report what happened in a step. O(what is reported), O(1) for ``NOTHING``.
 
         Args:
-            batch: The batch in flight.
+            batch: The batch in flight; of two, the one planned first.
             outcome: What happened; rows it does not name advanced by ``steps``.
             now: Seconds.
             steps: Steps taken at once, at most those of the ``horizon`` that the batch was handed
@@ -438,7 +451,8 @@ class Scheduler:
             and self._now <= now < _INF
         ):
             self._now = now
-            self._in_flight = None
+            self._in_flight = self._ahead
+            self._ahead = None
             self._clock.steps = num_steps
             return _GO_ON
         return self._complete(batch, outcome, now, steps)
@@ -458,10 +472,15 @@ class Scheduler:
                 batch, outcome, self._in_batch, needs_progress=self._flight_progress
             )
         self._now = self._at = now
-        self._in_flight = None
+        self._in_flight = self._ahead
+        self._ahead = None
+        if self._counted_steps != num_steps:
+            self._count_steps()
         num_steps += steps
-        self._clock.steps = num_steps
-        self._count_steps()
+        self._clock.steps = self._counted_steps = num_steps
+        self._row_steps += steps * len(batch.rows)
+        if self._queue.size:
+            self._wasted += steps * len(self._running.free_slots)
         if self._flight_views is not None:
             self._advance_chosen(self._flight_views, steps)
         if self._watch_steps:
@@ -472,8 +491,10 @@ class Scheduler:
             self._meet_step_caps()
         if num_steps >= self._recheck_step:
             self._quiet_until = -_INF
+        if self._in_flight is not None and not self._watch_steps:
+            self._stop_step = min(self._limit_step, self._recheck_step)
         if self._zombies:
-            self._land(steps)
+            self._land(batch.step_id, steps)
         if self._events or self._finished or self._released:
             return self._update(None, -_INF)
         return _GO_ON
@@ -483,10 +504,12 @@ class Scheduler:
     ) -> Update:
         """Report that a step failed. After it nobody has advanced. O(rows named).
 
-        Rows that had joined with this step are named in ``joined`` again when they next step.
+        Rows that had joined with this step are named in ``joined`` again when they next step. A
+        step that was planned while it ran is void as well, and is not to be completed: the engine
+        must have stopped it.
 
         Args:
-            batch: The batch in flight.
+            batch: The batch in flight; of two, the one planned first.
             error: What went wrong; becomes ``Finished.error`` of the rows that fail.
             rows: For slots of the batch: FAIL (ends with ``error``), RESTART (waits again, from
                 nothing) or KEEP (stays in its slot). Not named: KEEP.
@@ -521,14 +544,17 @@ class Scheduler:
                     fates.append((view, fate, key))
         self._now = self._at = now
         self._count_steps()
-        self._in_flight = None
+        ahead = self._ahead
+        self._in_flight = self._ahead = None
         self._num_failed_steps += 1
         if self._watch_steps:
             self._emit(StepFailed(now, batch.step_id, len(batch.rows), repr(error)))
-        for row in batch.joined:
+        for row in batch.joined if ahead is None else (*batch.joined, *ahead.joined):
             joined = self._running.slots[row.slot]
             if joined is not None and joined._status is _RUNNING:
                 self._joined[joined] = None
+                if ahead is not None and row in ahead.joined:
+                    self._running.advance(joined)  # the step it was to sit out will not come
         for view, fate, key in fates:
             if fate is RowFate.FAIL:
                 self._retire(view, FinishReason.ERROR, None, error)
@@ -536,7 +562,7 @@ class Scheduler:
                 self._preempt(view, Preempt.RESTART)
                 self._queue.push(view, key)
         self._quiet_until = -_INF
-        self._land(0)
+        self._land(self._next_step_id, 0)
         return self._update(None, -_INF)
 
     def horizon(self) -> Horizon:
@@ -550,7 +576,7 @@ class Scheduler:
         if self._in_flight is None:
             raise EngineProtocolError("horizon: no batch is in flight; call next_step first")
         steps: float = 1
-        if self._quiet_until != -_INF and not self._flight_progress:
+        if self._quiet_until != -_INF and self._jump_step != -_INF:
             stop = self._limit_step
             if self._recheck_step < stop:
                 stop = self._recheck_step
@@ -811,7 +837,8 @@ class Scheduler:
                     if self._dirty:
                         wake_at = -_INF  # another round may find somebody at once
                     elif self._draining and wake_at == _INF and self._views:
-                        self._stall()
+                        if self._in_flight is None:
+                            self._stall()
             self._wake_at = wake_at
             settled = now
         except BaseException as error:
@@ -830,7 +857,11 @@ class Scheduler:
             self._quiet_until = -_INF
             return self._update(None, self._wake_at)
         self._next_step_id += 1
-        self._in_flight = batch
+        if self._in_flight is None:
+            self._in_flight = batch
+        else:
+            self._ahead = batch
+            self._jump_step = self._stop_step = -_INF  # the older step may have had other rows
         if self._batch_knobs_until < wake_at:
             self._wake_at = wake_at = self._batch_knobs_until
         if wake_at < self._quiet_until:
@@ -845,6 +876,45 @@ class Scheduler:
             return self._update(batch, wake_at)
         update: Update = _new(Update, (batch, (), (), wake_at))
         return update
+
+    def _run_ahead(self, now: float) -> Update:
+        """``next_step`` while a step is in flight."""
+        flight = self._in_flight
+        if flight is None or self._ahead is not None or self._max_in_flight == 1:
+            raise EngineProtocolError(
+                f"next_step: step {flight.step_id if flight else None} is in flight; complete_step "
+                "or fail_step comes first"
+            )
+        if not self._now <= now < _INF:
+            self._bad_clock("next_step", now)
+        if now < self._quiet_until and not self._flight_progress:
+            self._now = now
+            step_id = self._next_step_id
+            self._next_step_id = step_id + 1
+            batch: StepBatch = _new(
+                StepBatch, (step_id, now, self._rows, (), self._batch_knobs, ())
+            )
+            self._ahead = batch
+            self._jump_step = -_INF
+            if self._watch_steps:
+                self._emit(StepPlanned(now, step_id, len(self._rows), 0, self._queue.size))
+                self._flush_events()
+            update: Update = _new(Update, (batch, (), (), self._quiet_until))
+            return update
+        asking = self._asking
+        if (
+            self._paused
+            or self._short
+            or asking.select
+            or asking.victims_every_step
+            or asking.needs_progress
+            or self._flight_progress
+            or self._flight_views is not None
+            or not self._running.steps_as_one(self._queue.waiting_keys())
+        ):
+            self._now = now
+            return Update(None, (), (), self._wake_at)
+        return self._plan(now)
 
     def _memo(self) -> tuple[Any, ...]:
         """What a plan writes beside joins and ends; put back if it fails."""
@@ -1166,7 +1236,8 @@ class Scheduler:
             view._admitted_at = now
         expire_at, view._step_limit = limits
         row_knobs, view._knobs_until = knobs
-        slot = self._running.join(view, row_knobs)
+        flying = 0 if self._in_flight is None else 1  # a step that it is not in
+        slot = self._running.join(view, row_knobs, flying)
         self._joined[view] = None
         if expire_at != _INF or view._expire_at != _INF:
             self._arm(view, expire_at, _DEADLINE)
@@ -1205,17 +1276,22 @@ class Scheduler:
         error: BaseException | None = None,
     ) -> None:
         """Finish a running request; a slot whose step is in flight is quarantined until then."""
+        flight, ahead = self._in_flight, self._ahead
+        late = ahead is not None and any(row.slot == view._slot for row in ahead.joined)
+        if late:
+            self._running.advance(view)  # the older step, which it was to sit out
         self._running.leave(view)
         if self._joined:
             self._joined.pop(view, None)
         self._retired += 1
         self._touch()
         self._finish(view, reason, output, error)
-        if self._in_flight is None:
+        if flight is None:
             self._free(view, reason)
-        else:
-            self._zombies.append((view, reason))
-            self._stop_step = -_INF  # whatever the step brings, it lands
+            return
+        last = (ahead or flight).step_id
+        self._zombies.append((view, reason, last if late else flight.step_id, last))
+        self._stop_step = -_INF  # whatever the step brings, it lands
 
     def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
         """Give slot and pages back, and tell so."""
@@ -1323,10 +1399,12 @@ class Scheduler:
 
     def _in_batch(self, slot: object, column: str) -> RequestView:
         """The request that has a slot in the batch in flight; one that ended still has its own."""
-        running, batch = self._running, self._in_flight
+        running, batch, ahead = self._running, self._in_flight, self._ahead
         if type(slot) is int and 0 <= slot < len(running.slots):
             view = running.slots[slot]
-            if view is not None:
+            if view is not None and (
+                ahead is None or all(row.slot != slot for row in ahead.joined)
+            ):
                 chosen, cohort = self._flight_views, view._cohort
                 if (
                     cohort is not None and cohort.clock is running.clock
@@ -1429,14 +1507,21 @@ class Scheduler:
             self._asking.observe(self._unobserved)
             self._unobserved = []
 
-    def _land(self, steps: int) -> None:
-        """No step is in flight any more: give back the slots of rows that ended meanwhile."""
-        if self._zombies:
-            self._touch()
-        for view, reason in self._zombies:
-            self._wasted += steps
+    def _land(self, step_id: int, steps: int) -> None:
+        """A step is no longer in flight: give back slots that no later one has, of who ended."""
+        still: list[tuple[RequestView, FinishReason, int, int]] = []
+        for zombie in self._zombies:
+            view, reason, first, last = zombie
+            if step_id >= first:
+                self._wasted += steps
+            if step_id < last:
+                still.append(zombie)
+                continue
             self._free(view, reason)
-        self._zombies.clear()
+            self._touch()
+        self._zombies = still
+        if still:
+            self._stop_step = -_INF
 
     # --- small change -----------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from dllm_sched import (
     Capacity,
     ClockError,
     ConfigError,
+    EngineProtocolError,
     FinishReason,
     FixedCanvas,
     GrowingKV,
@@ -206,11 +207,14 @@ class Machine:
             capacity=self.capacity,
             policy=self.rng.choice(self.policies[:-1]),
             observers=[self.events.append] if seed % 2 else [],
+            max_in_flight=1 + seed // 2 % 2,
         )
+        self.max_in_flight = 1 + seed // 2 % 2
         self.now = 0.0
         self.serial = 0
-        self.batch: StepBatch | None = None
-        self.last_rows: tuple[Any, ...] = ()
+        self.flights: list[StepBatch] = []  # oldest first
+        self.took: dict[str, int] = {}  # steps since the last restart
+        self.num_ahead = 0
         self.active: set[str] = set()
         self.finished: dict[str, int] = {}
         self.holds: dict[int, str] = {}  # slot -> id, as an engine would know it
@@ -222,11 +226,14 @@ class Machine:
         for released in update.released:
             if released.slot is not None:
                 assert self.holds.pop(released.slot) == released.request.id
+                for flight in self.flights:
+                    assert all(row.slot != released.slot for row in flight.rows), "still in use"
             else:
                 assert released.request.id in self.blocks, "nothing was kept for it"
                 assert released.request.id not in self.holds.values()
             if not released.kept:
                 self.blocks.pop(released.request.id, None)
+                self.took.pop(released.request.id, None)
         for finished in update.finished:
             request_id = finished.request.id
             assert request_id in self.active, "told finished twice, or never submitted"
@@ -253,7 +260,7 @@ class Machine:
                     self.blocks[row.request.id] = (0, row.request.prompt_len)
             for row in batch.rows:
                 assert self.holds[row.slot] == row.request.id, "a row the engine was never told of"
-            self.batch = batch
+            self.flights.append(batch)
 
     def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Make one call; if it raises a PolicyError nothing may have changed."""
@@ -304,16 +311,19 @@ class Machine:
             assert result is None or isinstance(result, Rejected)
 
     def next_step(self) -> None:
-        if self.batch is not None:
+        if len(self.flights) == self.max_in_flight:
+            with pytest.raises(EngineProtocolError):
+                self.scheduler.next_step(now=self.now)
             return
+        self.num_ahead += len(self.flights)
         update = self.call(self.scheduler.next_step)
         if update is not None:
             self.told(update)
 
     def complete(self) -> None:
-        batch = self.batch
-        if batch is None:
+        if not self.flights:
             return
+        batch = self.flights[0]
         rng = self.rng
         finished, failed, boundaries, phases = [], [], [], []
         for row in batch.rows:
@@ -343,11 +353,20 @@ class Machine:
         steps = 1
         if horizon.steps > 1 and rng.random() < 0.3:
             steps = int(min(horizon.steps, 3))
+        if len(self.flights) > 1:
+            with pytest.raises(EngineProtocolError):  # completions come in order
+                self.scheduler.complete_step(self.flights[1], now=self.now)
         update = self.call(self.scheduler.complete_step, batch, outcome, steps=steps)
-        self.batch = None
+        self.flights.pop(0)
         self.told(update)
         named = {one.slot for one in (*finished, *failed)}
-        assert not named & self.holds.keys(), "a finished row kept its slot"
+        busy = {row.slot for flight in self.flights for row in flight.rows}
+        assert not (named - busy) & self.holds.keys(), "a finished row kept its slot"
+        for row in batch.rows:
+            request_id = row.request.id
+            if request_id in self.active:
+                self.took[request_id] = self.took.get(request_id, 0) + steps
+                assert self.steps_of(request_id) == self.took[request_id]
 
     def refuse_bad_outcomes(self, batch: StepBatch) -> None:
         slot = batch.rows[0].slot
@@ -369,13 +388,13 @@ class Machine:
         assert self.snapshot() == before
 
     def fail(self) -> None:
-        batch = self.batch
-        if batch is None:
+        if not self.flights:
             return
+        batch = self.flights[0]
         fates = {row.slot: self.rng.choice(list(RowFate)) for row in batch.rows}
         before = {row.request.id: self.steps_of(row.request.id) for row in batch.rows}
         update = self.call(self.scheduler.fail_step, batch, RuntimeError("device lost"), rows=fates)
-        self.batch = None
+        self.flights.clear()
         self.told(update)
         for row in batch.rows:
             if fates[row.slot] is RowFate.KEEP and row.request.id in self.active:
@@ -454,7 +473,7 @@ class Machine:
 
     def drain(self) -> None:
         """Everything must end, every table must empty."""
-        if self.batch is not None:
+        while self.flights:
             self.complete()
         self.told(self.call(self.scheduler.resume))
         if self.scheduler.policy.name == "hostile":
@@ -470,7 +489,7 @@ class Machine:
             update = self.call(self.scheduler.next_step)
             assert update is not None
             self.told(update)
-            if self.batch is not None:
+            if self.flights:
                 self.complete()
             elif self.scheduler.has_work() and update.wake_at > self.now:
                 assert update.wake_at < math.inf, "a stall"

@@ -10,9 +10,9 @@ from dllm_sched import NOTHING, Capacity, Policy, Request, Scheduler, presets
 from dllm_sched.policies import EarliestDeadline, PriorityFirst, TokenBudget
 
 
-def scheduler(rows, waiting, policy=None, kind=Scheduler):
+def scheduler(rows, waiting, policy=None, kind=Scheduler, **arguments):
     """A scheduler with full slots in the middle of its work."""
-    one = kind(capacity=Capacity(max_num_seqs=rows), policy=policy)
+    one = kind(capacity=Capacity(max_num_seqs=rows), policy=policy, **arguments)
     for number in range(rows + waiting):
         one.submit(Request(f"r{number}", prompt_len=8, max_new_tokens=64), now=0.0)
     for _ in range(3):
@@ -52,6 +52,13 @@ def count(function, *args):
         sys.settrace(tracer)
         gc.enable()
     return +counts
+
+
+def ahead(one):
+    """Plan a step while one runs, and complete that one."""
+    update = one.next_step(now=1.0)
+    one.complete_step(one._in_flight, NOTHING, now=1.0)
+    return update
 
 
 def unchanged(rows, waiting, policy=None):
@@ -107,3 +114,13 @@ def test_totals_are_the_same_however_late_they_are_settled():
         often.stats()
     assert often.stats() == once.stats()
     assert once.stats().row_steps == 3 * 4 + 10 * 3
+
+
+def test_running_ahead_costs_the_same_at_any_size():
+    costs = []
+    for rows, waiting in ((16, 0), (4_096, 10_000)):
+        one = scheduler(rows, waiting, max_in_flight=2)
+        one.next_step(now=1.0)
+        costs.append(count(ahead, one))
+    assert costs[0] == costs[1]
+    assert costs[0]["call"] == 4, "ahead itself, next_step, _run_ahead and complete_step"
