@@ -30,6 +30,7 @@ from dllm_sched.policies.denoising_surface import (
     PayloadCost,
     SurfaceCost,
 )
+from dllm_sched.policies.energy import EnergyFill
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import Prefetch, PrefetchNextBlock
@@ -77,6 +78,7 @@ __all__ = [
     "CostPredictor",
     "EarliestDeadline",
     "EmaRate",
+    "EnergyFill",
     "Eviction",
     "Fill",
     "FilteredMeanRate",

@@ -12,6 +12,7 @@ from dllm_sched.errors import ConfigError
 from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots
 from dllm_sched.policies.base import Policy
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
+from dllm_sched.policies.energy import EnergyFill
 from dllm_sched.policies.eviction import PastDeadline
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import PrefetchNextBlock
@@ -21,6 +22,7 @@ from dllm_sched.policies.request_router import ByLength, ChooseMode
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
 from dllm_sched.request import Request
+from dllm_sched.theory._check import not_negative, positive
 from dllm_sched.theory.thresholds import Grid
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "by_name",
     "continuous",
     "dws",
+    "energy_fill",
     "fair_share",
     "fixed_fill",
     "fixed_fill_online",
@@ -160,6 +163,36 @@ def dws(
     )
 
 
+def energy_fill(
+    batch_size: int,
+    *,
+    target_j: float,
+    fixed_j: float,
+    row_j: float,
+    max_wait_s: float = 1.0,
+) -> Policy:
+    """Wait until a request takes no more than a target of joules, then run that batch to its end.
+
+    Args:
+        batch_size: Rows, >= 1.
+        target_j: Joules per request, > 0.
+        fixed_j: Joules of a batch whatever its rows, >= 0.
+        row_j: Joules of each row of it, > 0.
+        max_wait_s: Longest wait of the oldest request while the engine is idle, seconds, >= 0.
+
+    Source:
+        Own derivation; see ``EnergyFill``.
+    """
+    not_negative(fixed_j=fixed_j)
+    positive(row_j=row_j)
+    return Policy(
+        admission=Slots(batch_size) & AtBatchBoundary(),
+        timeout=EnergyFill(target_j, lambda rows: fixed_j + row_j * rows, batch_size, max_wait_s),
+        eviction=PastDeadline(),
+        name="energy_fill",
+    )
+
+
 def tediserve(
     batch_size: int,
     *,
@@ -265,6 +298,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         herald,
         tediserve,
         request_router,
+        energy_fill,
     )
 }
 
