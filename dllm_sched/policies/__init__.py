@@ -56,6 +56,14 @@ from dllm_sched.policies.timeout import (
     MaxWait,
     PoissonTimeout,
 )
+from dllm_sched.policies.wait import (
+    NestedWaitQuota,
+    NestedWaitRows,
+    NestedWaitStart,
+    WaitQuota,
+    WaitRows,
+    WaitStart,
+)
 
 __all__ = [
     "ALL",
@@ -90,6 +98,9 @@ __all__ = [
     "LogBandRate",
     "MaxWait",
     "MaxWaiting",
+    "NestedWaitQuota",
+    "NestedWaitRows",
+    "NestedWaitStart",
     "Ordering",
     "PastDeadline",
     "PayloadCost",
@@ -108,6 +119,9 @@ __all__ = [
     "Timeout",
     "TokenBudget",
     "Verdict",
+    "WaitQuota",
+    "WaitRows",
+    "WaitStart",
     "WeightedFairShare",
     "WindowRate",
     "YoungestFirst",
