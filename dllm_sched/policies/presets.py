@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -23,9 +22,6 @@ from dllm_sched.policies.rates import Rate, Service
 from dllm_sched.policies.request_router import ByLength, ChooseMode
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
-from dllm_sched.request import Request
-from dllm_sched.theory._check import not_negative, positive
-from dllm_sched.theory.thresholds import Grid
 from dllm_sched.policies.wait import (
     NestedWaitQuota,
     NestedWaitRows,
@@ -34,7 +30,10 @@ from dllm_sched.policies.wait import (
     WaitRows,
     WaitStart,
 )
+from dllm_sched.request import Request
+from dllm_sched.theory._check import not_negative, positive
 from dllm_sched.theory.ladder import GSM8K_BLOCKS
+from dllm_sched.theory.thresholds import Grid
 from dllm_sched.theory.wait import TrafficType
 
 __all__ = [
@@ -49,10 +48,10 @@ __all__ = [
     "fixed_fill_online",
     "fluid_fill",
     "herald",
+    "nested_wait",
     "per_request",
     "request_router",
     "tediserve",
-    "nested_wait",
     "wait",
 ]
 
@@ -299,49 +298,76 @@ def request_router(
 
 
 def wait(
+    batch_size: int,
     types: Mapping[Hashable, TrafficType] | None = None,
     *,
     rule: Literal["modified", "strict"] = "modified",
     rate: str | Rate | None = None,
     max_wait_s: float = 1.0,
     hold_rows: bool = True,
+) -> Policy:
     """WAIT: an iteration starts once enough requests of the right types wait for it.
+
+    Args:
+        batch_size: Rows, >= 1.
         types: ``{request_class: TrafficType}``; None: one class, ``""``, of ten stages.
         rule: ``modified``: enough of any type; ``strict``: enough of every type.
         rate: Who estimates the types' rates: ``ema`` or ``window``, which adapt, or
             ``running_mean``, the published one of bursty WAIT; None: they are as given.
         max_wait_s: Longest wait for the start of an iteration, seconds, finite, >= 0.
         hold_rows: Rows wait for the start, too, as published; else they step on meanwhile.
+
+    Source:
         arXiv 2504.11320 and 2608.06135; see ``WaitStart``.
+    """
     pairs = _ONE_TYPE if types is None else types
     quota = WaitQuota(batch_size, pairs, rule=rule, rate=rate)
     timed: dict[str, Any] = {"rule": rule, "rate": rate, "max_wait_s": max_wait_s}
+    return Policy(
         admission=Slots(batch_size) & quota,
         timeout=WaitStart(batch_size, pairs, **timed),
         composition=WaitRows(batch_size, pairs, **timed) if hold_rows else AllRows(),
+        eviction=PastDeadline(),
         name="wait",
+    )
+
+
 def nested_wait(
+    batch_size: int,
     types: Mapping[Hashable, TrafficType] | None = None,
     *,
     rate: str | Rate | None = None,
     stage: Literal["block", "step"] = "block",
     max_wait_s: float = 1.0,
+) -> Policy:
     """Nested WAIT: like WAIT, for requests whose length nobody knows when they arrive.
+
+    Args:
+        batch_size: Rows, >= 1.
         types: ``{name: TrafficType}``, whose rates tell how frequent lengths are; None: the GSM8K
             answers of "Serving Masked Diffusion LLMs", in blocks.
         rate: Who estimates the types' rates, a type's name being the request_class: ``ema``,
             ``window``, or ``log_band``, the published one; None: they are as given.
         stage: What lengths count: ``block`` or ``step``.
         max_wait_s: Longest wait for the start of an iteration, seconds, finite, >= 0.
+
+    Source:
         arXiv 2504.11320 and 2608.06135; see ``NestedWaitQuota``.
+    """
     pairs = _GSM8K_TYPES if types is None else types
     how: dict[str, Any] = {"rate": rate, "stage": stage, "max_wait_s": max_wait_s}
+    return Policy(
         admission=Slots(batch_size) & NestedWaitQuota(batch_size, pairs, **how),
         timeout=NestedWaitStart(batch_size, pairs, **how),
         composition=NestedWaitRows(batch_size, pairs, **how),
+        eviction=PastDeadline(),
         name="nested_wait",
+    )
+
+
 _ONE_TYPE = {"": TrafficType(1.0, 0, 9)}
 _GSM8K_TYPES = {blocks: TrafficType(float(n), 0, blocks) for blocks, n in GSM8K_BLOCKS.items()}
+
 PRESETS: dict[str, Callable[..., Policy]] = {
     preset.__name__: preset
     for preset in (
@@ -357,6 +383,8 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         tediserve,
         request_router,
         energy_fill,
+        wait,
+        nested_wait,
     )
 }
 
