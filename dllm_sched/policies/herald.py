@@ -32,8 +32,8 @@ class PrefetchNextBlock(Control):
     O(1) per boundary or join, nothing for steps in between.
 
     Source:
-        "HERALD" (arXiv 2606.21633), seen second hand: selection once per block, overlapped with
-        denoising. That it is a hint at the boundary is our own derivation.
+        "HERALD" (arXiv 2606.21633), from its abstract and second-hand notes: selection once per
+        block, overlapped with denoising. That it is a hint at the boundary is our own derivation.
     """
 
     needs = frozenset({"blocks"})

@@ -306,9 +306,10 @@ class Offloaded(ServiceModel):
         draft_steps: Steps of a block after which the next one's selection can start, >= 0.
 
     Source:
-        "HERALD" (arXiv 2606.21633), seen second hand: selection on the whole cache once per block
-        on the CPU, a 5 % budget, one crossing per block, a draft from the first step's logits. The
-        equations are our own; ``theory.prefetch`` has their closed form.
+        "HERALD" (arXiv 2606.21633), from its abstract and second-hand notes: selection on the whole
+        cache once per block on the CPU, a budget of 5 to 10 %, one crossing per block, a draft from
+        the first step's logits. The equations are our own; ``theory.prefetch`` has their closed
+        form.
     """
 
     denoise: ServiceModel = attrs.field(validator=instance_of(ServiceModel))

@@ -50,8 +50,8 @@ def blocks_s(
         ConfigError: If an argument is out of range.
 
     Source:
-        The split and the draft from the first step's logits: "HERALD" (arXiv 2606.21633), seen
-        second hand; the closed form is our own.
+        The split and the draft from the first step's logits: "HERALD" (arXiv 2606.21633), from its
+        abstract and second-hand notes; the closed form is our own.
     """
     _check(num_blocks, select_s, step_s, steps_per_block, draft_steps)
     denoise = steps_per_block * step_s

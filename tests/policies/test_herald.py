@@ -119,6 +119,19 @@ def test_hints_come_while_every_slot_is_taken():
     assert machine.hints == [(1, (Prefetch(0, "r0", 1),)), (4, (Prefetch(0, "r0", 2),))]
 
 
+def test_no_hint_for_a_row_that_has_ended_since_its_boundary():
+    """Running ahead, its slot is still in use by the step in flight."""
+    scheduler = Scheduler(policy=hinting(2), capacity=Capacity(max_num_seqs=2), max_in_flight=2)
+    for id in "ab":
+        scheduler.submit(Request(id, prompt_len=8, max_new_tokens=96), now=0.0)
+    first = scheduler.next_step(now=0.0).batch
+    scheduler.next_step(now=0.0)
+    crossed = tuple(BlockBoundary(slot, 1, 40) for slot in (0, 1))
+    scheduler.complete_step(first, StepOutcome(boundaries=crossed), now=1.0)
+    scheduler.cancel("a", now=1.0)
+    assert scheduler.next_step(now=1.0).batch.hints == (Prefetch(1, "b", 2),)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_each_hint_is_that_of_a_naive_reference(seed):
     """From the jobs alone: who has started which block by which step."""
