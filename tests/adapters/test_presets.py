@@ -25,6 +25,8 @@ ARGUMENTS = {
     "fair_share": {"batch_size": 3, "weights": {"tenant 1": 2.0}},
     "request_router": {"batch_size": 3},
     "tediserve": {"batch_size": 3, "grid": ((0.9, 1.0),)},  # the threshold of the record
+    "wait": {"batch_size": 3},
+    "nested_wait": {"batch_size": 3},
 }
 """Small arguments for each; a new preset must be entered here."""
 
