@@ -11,6 +11,7 @@ __all__ = [
     "DuplicateRequestError",
     "EngineProtocolError",
     "InvariantError",
+    "JournalError",
     "OutcomeError",
     "PolicyError",
     "UnknownRequestError",
@@ -54,6 +55,10 @@ class ClockError(EngineProtocolError):
 
 class PolicyError(DllmSchedError, RuntimeError):
     """A policy raised or answered nonsense; its own exception, if any, is the ``__cause__``."""
+
+
+class JournalError(DllmSchedError, RuntimeError):
+    """A journal cannot be read, or could not be written any further."""
 
 
 class InvariantError(DllmSchedError, AssertionError):

@@ -31,6 +31,8 @@ __all__ = [
     "StepFailed",
     "StepPlanned",
     "from_json",
+    "request_from_plain",
+    "request_to_plain",
     "to_json",
 ]
 
@@ -199,12 +201,22 @@ _REQUEST_FIELDS = (
 def _plain(value: Any) -> Any:
     """A value in strict JSON: infinities as words, since JSON has none."""
     if isinstance(value, Request):
-        return {name: _plain(getattr(value, name)) for name in _REQUEST_FIELDS}
+        return request_to_plain(value)
     if isinstance(value, FinishReason | Phase):
         return value.value
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return value
+
+
+def request_to_plain(request: Request) -> dict[str, Any]:
+    """Return a request's fields as JSON values; its payload stays with the caller."""
+    return {name: _plain(getattr(request, name)) for name in _REQUEST_FIELDS}
+
+
+def request_from_plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that build a request again, from what ``request_to_plain`` wrote."""
+    return {name: _number(name, value) for name, value in fields.items()}
 
 
 def to_json(event: Event) -> str:
@@ -229,7 +241,7 @@ def from_json(line: str) -> Event:
         fields = json.loads(line)
         kind = _TYPES[fields.pop("event")]
         if "request" in fields:
-            fields["request"] = Request(**{k: _number(k, v) for k, v in fields["request"].items()})
+            fields["request"] = Request(**request_from_plain(fields["request"]))
         for name, enum_type in _ENUMS.items():
             if name in fields and kind is not RequestRejected:
                 fields[name] = enum_type(fields[name])
@@ -239,11 +251,18 @@ def from_json(line: str) -> Event:
     return event
 
 
+def _hashable(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples."""
+    return tuple(_hashable(one) for one in value) if isinstance(value, list) else value
+
+
 _INSTANTS = frozenset("at arrived_at admitted_at deadline_at queue_timeout_s waited_s".split())
 
 
 def _number(name: str, value: Any) -> Any:
     """Turn the words for infinity back into numbers, where a number stands."""
+    if name in ("request_class", "batch_key"):
+        return _hashable(value)
     if name not in _INSTANTS or not isinstance(value, str):
         return value
     return {"inf": math.inf, "-inf": -math.inf}[value]

@@ -836,9 +836,13 @@ class Scheduler:
                 if batch is None:
                     if self._dirty:
                         wake_at = -_INF  # another round may find somebody at once
-                    elif self._draining and wake_at == _INF and self._views:
-                        if self._in_flight is None:
-                            self._stall()
+                    elif (
+                        self._draining
+                        and wake_at == _INF
+                        and self._views
+                        and self._in_flight is None
+                    ):
+                        self._stall()
             self._wake_at = wake_at
             settled = now
         except BaseException as error:

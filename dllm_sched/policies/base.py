@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ __all__ = [
     "Timeout",
     "Verdict",
     "Victim",
+    "operator_of",
+    "operators",
 ]
 
 NEEDS = frozenset({"blocks", "progress", "every_step", "lanes", "rows", "max_length"})
@@ -481,6 +484,21 @@ _SIGNS: dict[tuple[str, Any], str] = {
     ("_EvictionPair", min): " | ",
     ("_EvictionPair", max): " & ",
 }
+
+operators: dict[str, Callable[[Any, Any], Any]] = {
+    "&": operator.and_,
+    "|": operator.or_,
+    "then": lambda left, right: left.then(right),
+}
+"""How strategies are joined, by sign."""
+
+
+def operator_of(strategy: object) -> str | None:
+    """Return the sign that joins a strategy's parts; None if it has none."""
+    if isinstance(strategy, _Combined):
+        return _SIGNS[type(strategy).__name__, strategy.combine].strip()
+    return "then" if isinstance(strategy, _Parts) else None
+
 
 # --- plain callables as strategies -------------------------------------------------------------
 
