@@ -30,10 +30,12 @@ from dllm_sched.policies.denoising_surface import (
     PayloadCost,
     SurfaceCost,
 )
+from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
 from dllm_sched.policies.energy import EnergyFill
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import Prefetch, PrefetchNextBlock
+from dllm_sched.policies.optimus import ChunkWidth
 from dllm_sched.policies.ordering import FCFS, EarliestDeadline, PriorityFirst, ShortestBudget
 from dllm_sched.policies.rates import (
     RATES,
@@ -48,6 +50,7 @@ from dllm_sched.policies.rates import (
     WindowRate,
 )
 from dllm_sched.policies.request_router import ByLength, ChooseMode
+from dllm_sched.policies.sglang import AtCommonBoundary, BlockSynchronous
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import (
     Fill,
@@ -76,9 +79,12 @@ __all__ = [
     "AllRows",
     "AtBatchBoundary",
     "AtBlockBoundary",
+    "AtCommonBoundary",
+    "BlockSynchronous",
     "BudgetCost",
     "ByLength",
     "ChooseMode",
+    "ChunkWidth",
     "Composition",
     "ConfidenceThreshold",
     "ConstantCost",
@@ -91,6 +97,7 @@ __all__ = [
     "Fill",
     "FilteredMeanRate",
     "FluidFill",
+    "JoinWithinBudget",
     "KnownRate",
     "KnownService",
     "LearnedService",
@@ -114,6 +121,7 @@ __all__ = [
     "ShortestBudget",
     "Slots",
     "StepCap",
+    "StepWithinBudget",
     "Strategy",
     "SurfaceCost",
     "Timeout",

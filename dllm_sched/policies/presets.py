@@ -9,17 +9,20 @@ from typing import Any, Literal
 import attrs
 
 from dllm_sched.errors import ConfigError
-from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots
+from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots, TokenBudget
 from dllm_sched.policies.base import Policy
 from dllm_sched.policies.composition import AllRows
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
+from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
 from dllm_sched.policies.energy import EnergyFill
-from dllm_sched.policies.eviction import PastDeadline
+from dllm_sched.policies.eviction import PastDeadline, YoungestFirst
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import PrefetchNextBlock
+from dllm_sched.policies.optimus import ChunkWidth
 from dllm_sched.policies.ordering import EarliestDeadline
 from dllm_sched.policies.rates import Rate, Service
 from dllm_sched.policies.request_router import ByLength, ChooseMode
+from dllm_sched.policies.sglang import AtCommonBoundary, BlockSynchronous
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
 from dllm_sched.policies.wait import (
@@ -41,6 +44,7 @@ __all__ = [
     "block_refill",
     "by_name",
     "continuous",
+    "dllm_serve",
     "dws",
     "energy_fill",
     "fair_share",
@@ -49,9 +53,15 @@ __all__ = [
     "fluid_fill",
     "herald",
     "nested_wait",
+    "optimus",
+    "orca",
     "per_request",
     "request_router",
+    "sarathi",
+    "sglang_block_sync",
+    "sglang_fdfo",
     "tediserve",
+    "vllm",
     "wait",
 ]
 
@@ -173,6 +183,143 @@ def dws(
         admission=Slots(batch_size),
         eviction=PastDeadline(),
         name="dws",
+    )
+
+
+def dllm_serve(batch_size: int = 512, *, max_num_batched_tokens: int = 16_384) -> Policy:
+    """First come, first served within a token budget that counts a row by its phase.
+
+    Running rows first, then waiting ones, up to the first that does not fit. Give the scheduler
+    ``Capacity(window_blocks=1)``, whose bounds are this system's costs.
+
+    Args:
+        batch_size: Rows, >= 1.
+        max_num_batched_tokens: Tokens in one forward, >= 1.
+
+    Source:
+        "dLLM-Serve" (arXiv 2512.17077); see ``JoinWithinBudget`` and ``StepWithinBudget``. When
+        memory runs out the youngest restarts from nothing.
+    """
+    return Policy(
+        admission=Slots(batch_size) & JoinWithinBudget(max_num_batched_tokens),
+        composition=StepWithinBudget(max_num_batched_tokens),
+        eviction=PastDeadline() | YoungestFirst(),
+        name="dllm_serve",
+    )
+
+
+def optimus(
+    batch_size: int,
+    *,
+    widths: Sequence[int],
+    committed: Sequence[float],
+    latency_s: Mapping[int, Sequence[float]],
+) -> Policy:
+    """The chunk width by load, from an offline table; a slot is refilled at the next step.
+
+    Args:
+        batch_size: Rows, >= 1.
+        widths: Tokens, ascending, >= 1.
+        committed: Tokens that a row commits in a step, per width, > 0.
+        latency_s: Rows of a batch -> seconds of a step per width, > 0.
+
+    Source:
+        "Optimus" (arXiv 2605.24832); see ``ChunkWidth``.
+    """
+    return Policy(
+        admission=Slots(batch_size),
+        eviction=PastDeadline(),
+        control=ChunkWidth(widths, committed, latency_s),
+        name="optimus",
+    )
+
+
+def sglang_fdfo(batch_size: int) -> Policy:
+    """One denoising step a round; a finished row leaves at once and its slot is refilled.
+
+    A row whose block is unresolved keeps its slot. As ``continuous``, but memory pressure sends
+    the youngest back.
+
+    Args:
+        batch_size: Rows, >= 1.
+
+    Source:
+        "First done, first out" in SGLang, from its public pull requests.
+    """
+    return Policy(
+        admission=Slots(batch_size),
+        eviction=PastDeadline() | YoungestFirst(),
+        name="sglang_fdfo",
+    )
+
+
+def sglang_block_sync(batch_size: int) -> Policy:
+    """All rows finish their block before any goes on, and refills happen between blocks.
+
+    Args:
+        batch_size: Rows, >= 1.
+
+    Source:
+        SGLang before "first done, first out", from its public pull requests.
+    """
+    return Policy(
+        admission=Slots(batch_size) & AtCommonBoundary(),
+        composition=BlockSynchronous(),
+        eviction=PastDeadline() | YoungestFirst(),
+        name="sglang_block_sync",
+    )
+
+
+def orca(batch_size: int) -> Policy:
+    """Iteration-level scheduling: first come, first served, a fixed number of slots.
+
+    Memory is set aside whole at the join: ``Capacity(memory=FixedCanvas(...))``, or slots alone.
+
+    Args:
+        batch_size: Rows, >= 1.
+
+    Source:
+        "Orca" (Yu et al., OSDI 2022), a baseline for autoregressive models.
+    """
+    return Policy(admission=Slots(batch_size), name="orca")
+
+
+def vllm(batch_size: int) -> Policy:
+    """First come, first served as memory allows; when it runs out the last to come starts over.
+
+    Memory grows with the row: ``Capacity(memory=GrowingKV(...))``. Who was sent back does not
+    rejoin in that round (in which the original admits nobody, but here a later one may take the
+    room); from the next one on it comes before whoever arrived later.
+
+    Args:
+        batch_size: Rows, >= 1.
+
+    Source:
+        "PagedAttention / vLLM" (Kwon et al., SOSP 2023), preemption by recomputation; a baseline
+        for autoregressive models.
+    """
+    return Policy(admission=Slots(batch_size), eviction=YoungestFirst(), name="vllm")
+
+
+def sarathi(batch_size: int, *, tokens: int = 2048) -> Policy:
+    """A token budget per step that running rows use first, and joining prompts fill up.
+
+    The original cuts a prompt into chunks that fit in what the rows leave. A diffusion LLM's
+    prompt is attended to in both directions and goes through whole, so the analogue is: whole
+    prompts while they fit, one that is too large for any budget alone.
+
+    Args:
+        batch_size: Rows, >= 1.
+        tokens: Tokens in one forward, >= 1.
+
+    Source:
+        "Sarathi-Serve" (Agrawal et al., OSDI 2024), a baseline for autoregressive models; the
+        analogue is our own.
+    """
+    return Policy(
+        admission=Slots(batch_size) & TokenBudget(tokens),
+        eviction=YoungestFirst(),
+        name="sarathi",
     )
 
 
@@ -385,6 +532,13 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         energy_fill,
         wait,
         nested_wait,
+        dllm_serve,
+        optimus,
+        sglang_fdfo,
+        sglang_block_sync,
+        orca,
+        vllm,
+        sarathi,
     )
 }
 

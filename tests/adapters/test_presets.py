@@ -17,20 +17,33 @@ ARGUMENTS = {
     "fixed_fill": {"batch_size": 3, "timeout_s": 2.0},
     "continuous": {"batch_size": 3},
     "block_refill": {"batch_size": 3},
+    "dllm_serve": {"batch_size": 3, "max_num_batched_tokens": 400},
     "dws": {"batch_size": 3},
     "fixed_fill_online": {"batch_size": 3},
     "fluid_fill": {"batch_size": 3},
     "herald": {"batch_size": 3},
     "energy_fill": {"batch_size": 3, "target_j": 5.0, "fixed_j": 6.0, "row_j": 2.0},
     "fair_share": {"batch_size": 3, "weights": {"tenant 1": 2.0}},
+    "optimus": {
+        "batch_size": 3,
+        "widths": (2, 8),
+        "committed": (1.5, 4.0),
+        "latency_s": {1: (1.0, 1.0), 3: (1.0, 3.0)},
+    },
+    "orca": {"batch_size": 3},
     "request_router": {"batch_size": 3},
+    "sarathi": {"batch_size": 3, "tokens": 500},
+    "sglang_block_sync": {"batch_size": 3},
+    "sglang_fdfo": {"batch_size": 3},
     "tediserve": {"batch_size": 3, "grid": ((0.9, 1.0),)},  # the threshold of the record
-    "wait": {"batch_size": 3},
-    "nested_wait": {"batch_size": 3},
+    "batch_size",
+    "nested_wait",
+    "vllm",
+    "wait",
 }
 """Small arguments for each; a new preset must be entered here."""
 
-FOREIGN = {"mode"}
+FOREIGN = {"chunk_width", "mode"}
 """Knobs of other engines: this one refuses what it does not know, so a driver takes them out."""
 
 NUM_REQUESTS = 6
