@@ -24,6 +24,7 @@ ARGUMENTS = {
     "herald": {"batch_size": 3},
     "energy_fill": {"batch_size": 3, "target_j": 5.0, "fixed_j": 6.0, "row_j": 2.0},
     "fair_share": {"batch_size": 3, "weights": {"tenant 1": 2.0}},
+    "nested_wait": {"batch_size": 3},
     "optimus": {
         "batch_size": 3,
         "widths": (2, 8),
@@ -36,10 +37,8 @@ ARGUMENTS = {
     "sglang_block_sync": {"batch_size": 3},
     "sglang_fdfo": {"batch_size": 3},
     "tediserve": {"batch_size": 3, "grid": ((0.9, 1.0),)},  # the threshold of the record
-    "batch_size",
-    "nested_wait",
-    "vllm",
-    "wait",
+    "vllm": {"batch_size": 3},
+    "wait": {"batch_size": 3},
 }
 """Small arguments for each; a new preset must be entered here."""
 
