@@ -52,6 +52,7 @@ try:
     from rich.table import Table
 
     from dllm_sched import ConfigError, Finished, FinishReason, Policy, Scheduler, Update, presets
+    from dllm_sched.journal import JournaledScheduler
     from dllm_sched.runtime import Driver, RunReport
     from dllm_sched_hf import D2FEngine, D2FRequest, LLaDAModelLM, box, load_model
 except ModuleNotFoundError as missing:
@@ -157,6 +158,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperature", type=number(0), default=0.0, help="default: 0, the most probable token")
     add("--lines", type=lines, help="finished requests to print per policy, or all;\n"
         f"default: {LINES}, or 0 with --json")  # fmt: skip
+    add("--journal", type=Path, help="folder to write each run's journal to, as POLICY.jsonl;\n"
+        "python -m dllm_sched replay makes its decisions again")  # fmt: skip
     add("--json", action="store_true",
         help="one JSON object on standard output, everything else on standard error")  # fmt: skip
     args = parser.parse_args(argv)
@@ -477,11 +480,22 @@ def make_policy(name: str, args: argparse.Namespace) -> Policy:
     return presets.by_name(name, batch_size=args.batch_size)
 
 
+def make_scheduler(policy: Policy, engine: D2FEngine, folder: Path | None) -> Scheduler:
+    """Return a scheduler, one that keeps a journal if there is a folder for it."""
+    if folder is None:
+        return Scheduler(policy=policy, capacity=engine.capacity())
+    path = folder / f"{policy.name}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return JournaledScheduler(path, policy=policy, capacity=engine.capacity())
+    except OSError as error:
+        raise ConfigError(f"--journal {folder}: {error}") from None
+
+
 def serve(
-    policy: Policy, engine: D2FEngine, jobs: Sequence[Job], display: Display, batch_size: int
+    scheduler: Scheduler, engine: D2FEngine, jobs: Sequence[Job], display: Display, batch_size: int
 ) -> Served:
     """Serve all jobs live under one policy."""
-    scheduler = Scheduler(policy=policy, capacity=engine.capacity())
     driver = Driver(scheduler, engine, on_update=display.on_update)
     forward_s = engine.forward_s
     with display:
@@ -509,7 +523,9 @@ def serve(
         "num_exact": None if None in verdicts or not done else sum(verdicts),
     }
     failed = [one for one in display.finished if one.reason is FinishReason.ERROR]
-    return Served(policy.name, report, metrics, failed)
+    if isinstance(scheduler, JournaledScheduler):
+        scheduler.close()
+    return Served(scheduler.policy.name, report, metrics, failed)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float | None:
@@ -585,7 +601,8 @@ def run(args: argparse.Namespace) -> int:
     for name in COMPARED if args.policy == "all" else (args.policy,):
         console.print(f"{name}:", style="bold")
         display = Display(console, name, jobs, text, args.lines)
-        runs.append(serve(make_policy(name, args), engine, jobs, display, args.batch_size))
+        scheduler = make_scheduler(make_policy(name, args), engine, args.journal)
+        runs.append(serve(scheduler, engine, jobs, display, args.batch_size))
         if runs[-1].report.interrupted:
             console.print(f"interrupted during {name}; what was done until then:", style="yellow")
             break

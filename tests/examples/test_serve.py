@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dllm_sched.journal import replay
+
 pytest.importorskip("torch")
 pytest.importorskip("rich")
 
@@ -73,6 +75,19 @@ def write(tmp_path):
         return path
 
     return to_file
+
+
+def test_a_live_run_replays_to_the_same_decisions(serve, tmp_path):
+    code, _, _ = serve("--requests", 12, "--batch-size", 3, "--journal", tmp_path / "runs")
+    assert code == 0
+    for policy in ("per_request", "fixed_fill", "continuous"):
+        replayed = replay(tmp_path / "runs" / f"{policy}.jsonl")
+        assert replayed.difference is None
+        assert replayed.num_requests == 12
+        assert replayed.num_steps > 12
+    code, _, err = serve("--requests", 1, "--policy", "continuous", "--journal", tmp_path / "runs")
+    assert code == 2
+    assert "not empty" in err
 
 
 def test_the_three_policies_serve_the_same_requests_and_answer_them_alike(serve):

@@ -133,10 +133,12 @@ class Play:
 
     def other(self) -> None:
         scheduler = self.scheduler
+        if scheduler._paused:
+            self.call(scheduler.resume)
+            return
         what = self.rng.choice(
             [
                 (scheduler.pause,),
-                (scheduler.resume,),
                 (scheduler.set_capacity, attrs.evolve(scheduler.capacity, max_num_seqs=3)),
                 (scheduler.set_capacity, attrs.evolve(scheduler.capacity, max_num_seqs=4)),
             ]
@@ -144,10 +146,20 @@ class Play:
         self.call(*what)
 
     def run(self, calls: int) -> list[str]:
-        plays = [self.submit, self.next, self.complete, self.cancel, self.fail, self.swap]
+        plays = [
+            self.submit,
+            self.next,
+            self.complete,
+            self.cancel,
+            self.fail,
+            self.swap,
+            self.other,
+        ]
         for _ in range(calls):
             self.now += self.rng.choice([0.0, 0.25, 1 / 3])
-            self.rng.choices([*plays, self.other], [4, 8, 8, 1, 0.5, 0.3, 0.5])[0]()
+            self.rng.choices(plays, [4, 8, 8, 1, 0.5, 0.3, 3 if self.scheduler._paused else 0.5])[
+                0
+            ]()
         self.scheduler.resume(now=self.now)
         return self.file.getvalue().splitlines(keepends=True)
 
@@ -176,7 +188,7 @@ def test_a_recorded_run_replays_to_the_same_decisions(seed, ahead):
     replayed = replay(lines, policies=POLICIES)
     assert replayed.difference is None
     assert replayed.num_requests == play.serial
-    assert replayed.num_steps == play.scheduler.stats().num_steps > 20
+    assert replayed.num_steps == play.scheduler.stats().num_steps > 40
     assert replayed.num_calls == len(lines) - 1
 
 
