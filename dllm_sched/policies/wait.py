@@ -18,6 +18,7 @@ import attrs
 
 from dllm_sched.capacity import Capacity, at_least_one
 from dllm_sched.errors import ConfigError
+from dllm_sched.events import RequestSubmitted
 from dllm_sched.policies.base import (
     ALL,
     Admission,
@@ -97,8 +98,8 @@ class _Dividing(Strategy):
 
     @property
     def observes(self) -> tuple[type[Any], ...]:  # type: ignore[override]
-        """What the estimator wants to see."""
-        return () if self.rate is None else self.rate.observes
+        """Arrivals, if there is an estimator."""
+        return () if self.rate is None else (RequestSubmitted,)
 
     def init(self) -> _Shares:
         """Nothing estimated yet: the types' own rates."""

@@ -276,6 +276,17 @@ def test_a_type_too_rare_for_a_place_is_served() -> None:
     assert batch is not None and len(batch.rows) == 1
 
 
+def test_only_held_rows_cost_something_at_every_step() -> None:
+    """While nobody waits a step without changes is free of WAIT, unless the rows may be held."""
+    for hold, steps in ((False, math.inf), (True, 1)):
+        policy = presets.wait(8, TYPES, hold_rows=hold)
+        scheduler = Scheduler(policy=policy, capacity=Capacity(max_num_seqs=8))
+        request = Request("a", prompt_len=1, max_new_tokens=1, request_class="a")
+        scheduler.submit(request, now=0.0)
+        assert scheduler.next_step(now=0.0).batch is not None
+        assert scheduler.horizon().steps == steps
+
+
 def test_two_batch_keys_hold_nobody() -> None:
     scheduler = Scheduler(
         policy=presets.wait(8, {"": TrafficType(1.0, 0, 3)}), capacity=Capacity(max_num_seqs=8)
