@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import attrs
@@ -58,6 +59,8 @@ def _pairs(types: Any) -> Types:
         raise ConfigError(
             f"types must map at least one request_class to its TrafficType, got {types!r}"
         )
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise ConfigError(f"types must name each request_class once, got {types!r}")
     return pairs
 
 
@@ -156,7 +159,7 @@ class _Wait(_Dividing):
         return min(limit.per_stage, max(0, int(max(limit.limit, 1.0) - running)))
 
     def _may_start(self, state: Any, view: SchedulerView, key: Hashable) -> bool:
-        """Whether enough wait. A start would also bring nothing to wait for: no room anyway."""
+        """Whether enough wait; or to wait is of no use: while draining, and without a free slot."""
         if view.draining or not view.free_slots:
             return True
         waiting, running = view.waiting_by_lane, view.running_by_lane
@@ -245,7 +248,7 @@ class WaitQuota(_Wait, Admission):
 
     def settle(self, state: Any, round: Round) -> Any:
         """Forget the round's counts. O(1)."""
-        return state._replace(joined={})
+        return state._replace(joined=MappingProxyType({}))
 
     def recheck(self, state: Any, round: Round) -> float:
         """Return 1 if a quota may have ended the round: each step has its own."""

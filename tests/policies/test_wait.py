@@ -436,7 +436,7 @@ def test_out_of_range(kind: Any) -> None:
     for bad in (0, 2.0, True, "4"):
         with pytest.raises(ConfigError, match="batch_size"):
             kind(bad, TYPES)
-    for bad_types in ({}, (), {"a": 3}, [1]):
+    for bad_types in ({}, (), {"a": 3}, [1], [*TYPES.items(), *TYPES.items()]):
         with pytest.raises(ConfigError, match="types"):
             kind(4, bad_types)
     with pytest.raises(ConfigError, match="rate"):
