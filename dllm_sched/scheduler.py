@@ -962,6 +962,7 @@ class Scheduler:
     def _decide(self, now: float) -> StepBatch | None:
         asking = self._asking
         round: Round | None = None
+        held = True
         if self._short or asking.victims_every_step:
             sent_back = self._evict(now)
             try:
@@ -977,9 +978,16 @@ class Scheduler:
             or self._clock.steps >= self._recheck_step
         ):
             round = self._hold_round(now)
+        else:
+            held = False
         if asking.knobs:
             self._renew_knobs(now)
-        return self._compose(round, now) if self._running.size else None
+        batch = self._compose(round, now) if self._running.size else None
+        if held:  # what the round was about has been seen, by composition and hints as well
+            if self._boundaries:
+                self._boundaries = []
+            self._retired = 0
+        return batch
 
     def _hold_round(self, now: float) -> Round | None:
         """Let requests join, if there is anybody, and room, or the policy counts the rounds."""
@@ -997,9 +1005,6 @@ class Scheduler:
             if queue.size and (head := queue.peek()) is not None:
                 full = size >= self._capacity.max_num_seqs
                 self._blocked = (head, BlockedBy.SLOTS if full else BlockedBy.POLICY)
-        if self._boundaries:
-            self._boundaries = []
-        self._retired = 0
         return round
 
     def _new_round(self, now: float) -> Round:

@@ -34,7 +34,7 @@ from dllm_sched.policies.base import Policy
 from dllm_sched.request import FinishReason, Phase, Request
 from dllm_sched.scheduler import Scheduler
 from dllm_sched.sim.report import Result
-from dllm_sched.sim.service import ServiceModel
+from dllm_sched.sim.service import ServiceModel, Waits
 from dllm_sched.sim.shapes import Work
 from dllm_sched.sim.workloads import ClosedLoop, ClosedLoopRun
 
@@ -197,7 +197,7 @@ def simulate(
         policy: The policy.
         capacity: The engine's slots and pages.
         service: Seconds of a step by its rows and tokens (``Row.max_tokens`` summed).
-        blocks: Report every block boundary; None: only if policy or memory need them.
+        blocks: Report every block boundary; None: only if policy, memory or service need them.
         phases: Report that a row no longer prefills after its first step, so that ``num_tokens`` of
             the service model holds its prompt once only.
         jump: Take the steps of a horizon at once; False: one by one (the same, slower).
@@ -224,7 +224,7 @@ def simulate(
     needs = policy.needs
     grows = capacity.memory is not None and capacity.memory.grows
     if blocks is None:
-        blocks = grows or "blocks" in needs
+        blocks = grows or "blocks" in needs or service.waits() is not None
     run = _Run(
         scheduler,
         _Engine(blocks=blocks, phases=phases),
@@ -287,6 +287,8 @@ class _Run:
         self.scheduler = scheduler
         self.engine = engine
         self.service = service
+        self.waits = service.waits()
+        self.crossed: tuple[BlockBoundary, ...] = ()  # in the step before; only for ``waits``
         self.make_request = make_request
         self.jump = jump
         self.needs_progress = needs_progress
@@ -403,6 +405,8 @@ class _Run:
             # Instants are counted from where equal steps began, so that they come out the same to
             # the last bit however many steps are taken at once.
             self.step_s, self.run_start, self.run_steps = step_s, self.now, 0
+        if self.waits is not None:
+            self._wait(self.waits, batch)
         steps: float = 1
         if self.jump and whole and not engine.prefilling:
             steps, until = scheduler.horizon()
@@ -421,9 +425,18 @@ class _Run:
         self.run_steps += count
         self.now = self.run_end = end
         outcome = engine.outcome(batch, progress=self.needs_progress)
+        if self.waits is not None:
+            self.crossed = outcome.boundaries
         update = scheduler.complete_step(batch, outcome, now=end, steps=count)
         if update.finished or update.released:
             self._told(update)
+
+    def _wait(self, waits: Waits, batch: StepBatch) -> None:
+        """Put off the steps that are about to run until what they need is there."""
+        if batch.joined or self.crossed or batch.hints:
+            seconds = waits.before(batch, self.crossed, now=self.now, step_s=self.step_s)
+            if seconds:
+                self.run_start, self.run_steps = self.now + seconds, 0
 
     def _arrivals(self, steps: float, end: float, num_rows: int) -> float:
         """Submit who comes before ``end``; return how many steps pass until the plan may change."""

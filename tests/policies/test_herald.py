@@ -23,9 +23,9 @@ from dllm_sched import (
 from dllm_sched.policies import Admission, Prefetch, PrefetchNextBlock, Slots
 from dllm_sched.sim.arrivals import Poisson
 from dllm_sched.sim.service import Constant, Linear, Offloaded
-from dllm_sched.sim.shapes import EvenSteps, Shapes, gsm8k
+from dllm_sched.sim.shapes import EvenSteps, Shapes, Work, gsm8k
 from dllm_sched.sim.simulate import simulate
-from dllm_sched.sim.workloads import OpenLoop
+from dllm_sched.sim.workloads import OpenLoop, Replay
 from dllm_sched.testing import check_policy
 from dllm_sched.theory.prefetch import blocks_s, prefetch_gain
 
@@ -112,7 +112,6 @@ def test_a_hint_comes_once_with_the_first_step_of_a_block_and_not_for_the_last()
     ]
 
 
-@pytest.mark.xfail(strict=True, reason="boundaries reach hints only where a round was held")
 def test_hints_come_while_every_slot_is_taken():
     machine = Machine(presets.herald(1), 1, Offloaded(Constant(1.0)), [(0, 10, (3, 2, 2))])
     machine.run()
@@ -305,20 +304,44 @@ def test_what_it_gains_with_sixteen_rows_at_different_blocks():
     assert 1.3 < gain < prefetch_gain(16 * 0.03, 0.02, 32)
 
 
-def test_without_its_waits_the_model_is_that_of_the_gpu():
-    """What the simulator does with a model whose waits it does not ask for."""
-    shapes = Shapes(gsm8k().size, decoder=EvenSteps(16))
-    runs = [
-        simulate(
-            OpenLoop(Poisson(1.0), shapes, max_requests=300, seed=2),
-            policy=presets.herald(8),
-            capacity=Capacity(max_num_seqs=8),
-            service=service,
-        )
-        for service in (Offloaded(Constant(0.02)), Constant(0.02))
+def serve(policy, service, *, jump=True, rate=1.0):
+    return simulate(
+        OpenLoop(Poisson(rate), Shapes(gsm8k().size, decoder=EvenSteps(16)), max_requests=300),
+        policy=policy,
+        capacity=Capacity(max_num_seqs=8),
+        service=service,
+        jump=jump,
+    )
+
+
+def test_the_simulator_waits_as_the_reference_does():
+    rng = random.Random(3)
+    jobs = [(0, 64, (8,) * rng.randint(1, 6)) for _ in range(30)]
+    works = [
+        Work(p, 32 * len(b), 32, len(b), 8 * len(b), tuple(range(8, 8 * len(b) + 1, 8)))
+        for _, p, b in jobs
     ]
-    assert list(runs[0].latency_s) == list(runs[1].latency_s)
-    assert runs[0].num_requests == 300
+    model = Offloaded(Constant(0.125), select_s=0.3)
+    for policy, hinted in ((presets.herald(3), True), (presets.continuous(3), False)):
+        for jump in (True, False):
+            result = simulate(
+                Replay([(0.0, work) for work in works]),
+                policy=policy,
+                capacity=Capacity(max_num_seqs=3),
+                service=model,
+                jump=jump,
+            )
+            expected = reference_run(jobs, 3, 0.3, 0.125, 1, hinted=hinted)
+            assert result.duration_s == pytest.approx(expected)
+
+
+def test_hints_shorten_latencies_in_the_simulator():
+    model = Offloaded(Constant(0.02), select_s=0.01)
+    ahead, plain = serve(presets.herald(8), model), serve(presets.continuous(8), model)
+    assert list(ahead.latency_s) == list(serve(presets.herald(8), model, jump=False).latency_s)
+    assert 1.1 < plain.mean() / ahead.mean() < 2
+    free = serve(presets.herald(8), Offloaded(Constant(0.02)))
+    assert list(free.latency_s) == list(serve(presets.herald(8), Constant(0.02)).latency_s)
 
 
 def test_other_models_never_wait():
