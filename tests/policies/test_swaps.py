@@ -1,0 +1,178 @@
+"""Any preset after any other, at any moment: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dllm_sched import (
+    Accepted,
+    Capacity,
+    FixedCanvas,
+    GrowingKV,
+    Policy,
+    Request,
+    RowFate,
+    Scheduler,
+)
+from dllm_sched.policies.presets import PRESETS
+from dllm_sched.testing import FakeEngine
+
+BY_PARAMETER: dict[str, Any] = {
+    "batch_size": 3,
+    "target_j": 5.0,
+    "fixed_j": 6.0,
+    "row_j": 2.0,
+    "widths": (2, 8),
+    "committed": (1.5, 4.0),
+    "latency_s": {1: (1.0, 1.0), 3: (1.0, 3.0)},
+}
+"""What to give for a parameter that has no default."""
+
+
+def small(name: str) -> Policy:
+    """Build a preset with small arguments."""
+    parameters = inspect.signature(PRESETS[name]).parameters
+    arguments = {
+        parameter: BY_PARAMETER[parameter]
+        for parameter, how in parameters.items()
+        if how.default is inspect.Parameter.empty or parameter in BY_PARAMETER
+    }
+    return PRESETS[name](**arguments)
+
+
+POLICIES = [small(name) for name in sorted(PRESETS)]
+CAPACITIES = [
+    Capacity(max_num_seqs=4),
+    Capacity(max_num_seqs=4, window_blocks=1),
+    Capacity(max_num_seqs=4, num_pages=24, memory=GrowingKV(page_size=8)),
+    Capacity(max_num_seqs=4, num_pages=24, memory=FixedCanvas(page_size=8)),
+]
+
+
+class Day:
+    """Client, engine and operator around one scheduler."""
+
+    def __init__(self, capacity: Capacity, policy: Policy) -> None:
+        self.sched = Scheduler(capacity=capacity, policy=policy)
+        self.engine = FakeEngine(capacity.max_num_seqs, report_masked=True)
+        self.now = 0.0
+        self.batch: Any = None
+        self.accepted: list[str] = []
+        self.active: list[str] = []
+        self.ended: list[str] = []
+
+    def told(self, update: Any) -> None:
+        self.sched.check_invariants()
+        self.engine.release(update.released)
+        for end in update.finished:
+            self.ended.append(end.request.id)
+            self.active.remove(end.request.id)
+
+    def submit(self, blocks: int, kind: int) -> None:
+        name = f"r{len(self.accepted)}"
+        answer = self.sched.submit(
+            Request(
+                name,
+                prompt_len=3 + 5 * kind,
+                max_new_tokens=4 * blocks,
+                block_length=4,
+                tenant=f"t{kind}",
+                priority=kind,
+                deadline_at=self.now + 40.0 if kind == 2 else math.inf,
+            ),
+            now=self.now,
+        )
+        self.sched.check_invariants()
+        assert isinstance(answer, Accepted)
+        self.accepted.append(name)
+        self.active.append(name)
+
+    def cancel(self, index: int) -> None:
+        if self.active:
+            self.told(self.sched.cancel(self.active[index % len(self.active)], now=self.now))
+
+    def swap(self, index: int) -> None:
+        self.told(self.sched.set_policy(POLICIES[index], now=self.now))
+
+    def step(self) -> bool:
+        """Begin a step, or end the one in flight; whether there was anything to do."""
+        if self.batch is not None:
+            outcome = self.engine.run(self.batch)
+            self.now += 0.125
+            batch, self.batch = self.batch, None
+            self.told(self.sched.complete_step(batch, outcome, now=self.now))
+            return True
+        update = self.sched.next_step(now=self.now)
+        self.batch = update.batch
+        self.told(update)
+        if update.batch is None and self.now < update.wake_at < math.inf:
+            self.now = update.wake_at
+        return update.batch is not None or update.wake_at != math.inf
+
+    def fail(self, index: int) -> None:
+        """Let the step in flight fail; one of its rows ends, starts over, or stays."""
+        if self.batch is not None:
+            batch, self.batch = self.batch, None
+            row = batch.rows[index % len(batch.rows)]
+            fates = {row.slot: list(RowFate)[index % len(RowFate)]}
+            error = RuntimeError("the device is away")
+            self.told(self.sched.fail_step(batch, error, rows=fates, now=self.now))
+
+    def to_end(self) -> None:
+        self.told(self.sched.drain(now=self.now))
+        for _ in range(3000):
+            if not self.sched.has_work():
+                break
+            self.step()
+        assert sorted(self.ended) == sorted(self.accepted)
+        assert not self.engine.held
+
+
+CALLS = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 4), st.integers(0, 2)),
+    st.tuples(st.just("submit"), st.integers(1, 4), st.integers(0, 2)),
+    st.tuples(st.just("cancel"), st.integers(0, 9)),
+    st.tuples(st.just("swap"), st.integers(0, len(POLICIES) - 1)),
+    st.tuples(st.just("fail"), st.integers(0, 9)),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("step")),
+    st.tuples(st.just("step")),
+)
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+@given(
+    st.sampled_from(CAPACITIES),
+    st.integers(0, len(POLICIES) - 1),
+    st.lists(CALLS, min_size=20, max_size=120),
+)
+def test_swaps_lose_nobody(capacity: Capacity, first: int, calls: list[Any]) -> None:
+    day = Day(capacity, POLICIES[first])
+    for name, *arguments in calls:
+        getattr(day, name)(*arguments)
+    day.to_end()
+
+
+def test_every_preset_takes_over_from_every_other() -> None:
+    for first in range(len(POLICIES)):
+        day = Day(CAPACITIES[2], POLICIES[first])
+        for second in range(len(POLICIES)):
+            for kind in range(3):
+                day.submit(3, kind)
+            for _ in range(3):
+                day.step()
+            day.swap(second)
+            for _ in range(2):
+                day.step()
+            day.swap(first)
+            day.step()
+            day.cancel(second)
+        day.to_end()
