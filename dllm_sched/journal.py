@@ -152,6 +152,11 @@ class JournaledScheduler(Scheduler):
         self._ready()
         return self._wrote("cancel", now, request_id, super().cancel(request_id, now=now))
 
+    def requeue(self, request_id: str, *, now: float) -> Update:
+        """As of ``Scheduler``."""
+        self._ready()
+        return self._wrote("requeue", now, request_id, super().requeue(request_id, now=now))
+
     def next_step(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
         self._ready()
@@ -500,6 +505,9 @@ class _Player:
     def cancel(self, now: float, asked: Any) -> None:
         self.scheduler.cancel(asked, now=now)
 
+    def requeue(self, now: float, asked: Any) -> None:
+        self.scheduler.requeue(asked, now=now)
+
     def next_step(self, now: float, asked: Any) -> None:
         batch = self.scheduler.next_step(now=now).batch
         if batch is not None:
@@ -530,6 +538,7 @@ class _Player:
 _CALLS: dict[str, Callable[[_Player, float, Any], None]] = {
     "submit": _Player.submit,
     "cancel": _Player.cancel,
+    "requeue": _Player.requeue,
     "n": _Player.next_step,
     "next": _Player.next_step,
     "d": _Player.complete_quietly,

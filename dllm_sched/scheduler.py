@@ -383,6 +383,32 @@ class Scheduler:
         self._end(view, FinishReason.CANCELLED)
         return self._update(None, -_INF)
 
+    def requeue(self, request_id: str, *, now: float) -> Update:
+        """Ask the ordering anew where a waiting request stands: what it goes by has come. O(log n).
+
+        For orderings by something that arrives later than the request, such as a prediction.
+        Nothing happens if it does not wait.
+
+        Raises:
+            PolicyError: If the ordering raises or answers nonsense. Nothing has changed then.
+            ClockError: If ``now`` is not finite or went backward.
+        """
+        if not self._now <= now < _INF:
+            self._bad_clock("requeue", now)
+        view = self._views.get(request_id)
+        waits = view is not None and view._status is not _RUNNING
+        key: tuple[float, ...] = ()
+        with self._locked():
+            self._observe()
+            if view is not None and waits:
+                key = self._asking.sort_key(view)
+        self._set_now("requeue", now)
+        if view is not None and waits:
+            self._queue.discard(view)
+            self._queue.push(view, key)
+            self._touch()
+        return self._update(None, -_INF)
+
     # --- steps --------------------------------------------------------------------------------
 
     def next_step(self, *, now: float) -> Update:

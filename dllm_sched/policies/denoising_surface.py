@@ -122,9 +122,8 @@ class AgedShortestFirst(Ordering):
 
     A prediction is asked for when a request is queued (again). A missing one (None) counts as
     ``placeholder``; a predictor that raises, or answers no finite number > 0, as one of
-    ``prompt_len``: nobody waits for a prediction. Those that have come in the meantime count from
-    the next ``scheduler.set_policy(scheduler.policy, now=now)`` on, which asks anew for all that
-    wait. A row that comes back with its prompt in the cache ranks without its prefill.
+    ``prompt_len``: nobody waits for a prediction. When one comes late,
+    ``scheduler.requeue(request_id, now=now)`` has it counted. A row that comes back with its prompt in the cache ranks without its prefill.
 
     Args:
         predictor: Predicts the work.

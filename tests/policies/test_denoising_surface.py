@@ -311,14 +311,15 @@ def test_a_prediction_that_comes_late_counts_when_the_request_is_queued_again():
     assert scheduler.next_step(now=2.0).batch.rows[0].request.id == "a"
 
 
-def test_predictions_that_have_come_in_the_meantime_count_once_the_policy_is_set_again():
+def test_predictions_that_have_come_in_the_meantime_count_from_requeue_on():
     guess = Guess(a=None, b=None, c=None)
     policy = Policy(ordering=AgedShortestFirst(guess), admission=Slots(1))
     scheduler = Scheduler(policy=policy, capacity=Capacity(max_num_seqs=1))
     for at, id in enumerate("abc"):
         scheduler.submit(plain(id), now=float(at))
     guess.answers |= {"c": 700.0, "b": 900.0}
-    scheduler.set_policy(scheduler.policy, now=3.0)
+    for id in "bc":
+        scheduler.requeue(id, now=3.0)
     ran = ""
     while (update := scheduler.next_step(now=4.0)).batch is not None:
         ran += update.batch.rows[0].request.id

@@ -412,6 +412,12 @@ class Machine:
         self.told(update)
         assert request_id not in self.active
 
+    def requeue(self) -> None:
+        pool = sorted(self.active) or ["nobody"]
+        update = self.call(self.scheduler.requeue, self.rng.choice(pool))
+        if update is not None:
+            self.told(update)
+
     def set_policy(self) -> None:
         policy = self.rng.choice(self.policies)
         try:
@@ -460,6 +466,7 @@ class Machine:
             (self.tick, 4),
             (self.fail, 1),
             (self.cancel, 2),
+            (self.requeue, 1),
             (self.set_policy, 1),
             (self.explain, 1),
             (self.set_capacity, 0.3),

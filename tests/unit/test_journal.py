@@ -128,6 +128,10 @@ class Play:
         if self.active:
             self.call(self.scheduler.cancel, self.rng.choice(list(self.active)))
 
+    def requeue(self) -> None:
+        if self.active:
+            self.call(self.scheduler.requeue, self.rng.choice(list(self.active)))
+
     def swap(self) -> None:
         self.call(self.scheduler.set_policy, self.rng.choice(list(self.policies.values())))
 
@@ -147,6 +151,7 @@ class Play:
 
     def run(self, calls: int) -> list[str]:
         plays = [
+            self.requeue,
             self.submit,
             self.next,
             self.complete,
@@ -157,9 +162,9 @@ class Play:
         ]
         for _ in range(calls):
             self.now += self.rng.choice([0.0, 0.25, 1 / 3])
-            self.rng.choices(plays, [4, 8, 8, 1, 0.5, 0.3, 3 if self.scheduler._paused else 0.5])[
-                0
-            ]()
+            self.rng.choices(
+                plays, [0.5, 4, 8, 8, 1, 0.5, 0.3, 3 if self.scheduler._paused else 0.5]
+            )[0]()
         self.scheduler.resume(now=self.now)
         return self.file.getvalue().splitlines(keepends=True)
 

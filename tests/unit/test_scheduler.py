@@ -271,6 +271,28 @@ def test_block_counts_never_go_back() -> None:
 # --- cancel and time limits ---
 
 
+def test_requeue_moves_who_waits_and_nobody_else() -> None:
+    rank = {"a": 1.0, "b": 2.0, "c": 3.0}
+    scheduler = make(1, Policy(ordering=lambda rv: (rank[rv.id],)))
+    for one in "abc":
+        scheduler.submit(req(one), now=0.0)
+    batch = scheduler.next_step(now=0.0).batch
+    rank.update(a=9.0, c=0.5)
+    for one in ("a", "c", "nobody"):
+        assert scheduler.requeue(one, now=1.0).batch is None
+        scheduler.check_invariants()
+    assert scheduler.view("a").status is RequestStatus.RUNNING
+    done = StepOutcome(finished=(RowFinished(0, FinishReason.EOS),))
+    scheduler.complete_step(batch, done, now=1.0)
+    assert scheduler.next_step(now=1.0).batch.rows[0].request.id == "c"
+    rank["b"] = math.nan
+    before = scheduler.counts()
+    with pytest.raises(PolicyError, match="'b'"):
+        scheduler.requeue("b", now=2.0)
+    assert scheduler.counts() == before
+    scheduler.check_invariants()
+
+
 def test_cancel_in_every_state() -> None:
     s = make(1)
     for name in "ab":
