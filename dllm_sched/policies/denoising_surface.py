@@ -123,7 +123,8 @@ class AgedShortestFirst(Ordering):
     A prediction is asked for when a request is queued (again). A missing one (None) counts as
     ``placeholder``; a predictor that raises, or answers no finite number > 0, as one of
     ``prompt_len``: nobody waits for a prediction. When one comes late,
-    ``scheduler.requeue(request_id, now=now)`` has it counted. A row that comes back with its prompt in the cache ranks without its prefill.
+    ``scheduler.requeue(request_id, now=now)`` has it counted. A row that comes back with its
+    prompt in the cache ranks without its prefill.
 
     Args:
         predictor: Predicts the work.
