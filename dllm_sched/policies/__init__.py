@@ -50,6 +50,7 @@ from dllm_sched.policies.rates import (
     WindowRate,
 )
 from dllm_sched.policies.request_router import ByLength, ChooseMode
+from dllm_sched.policies.sangam import DeficitBudget, FewestBlocks
 from dllm_sched.policies.sglang import AtCommonBoundary, BlockSynchronous
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import (
@@ -90,10 +91,12 @@ __all__ = [
     "ConstantCost",
     "Control",
     "CostPredictor",
+    "DeficitBudget",
     "EarliestDeadline",
     "EmaRate",
     "EnergyFill",
     "Eviction",
+    "FewestBlocks",
     "Fill",
     "FilteredMeanRate",
     "FluidFill",

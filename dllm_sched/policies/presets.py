@@ -19,9 +19,10 @@ from dllm_sched.policies.eviction import PastDeadline, YoungestFirst
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import PrefetchNextBlock
 from dllm_sched.policies.optimus import ChunkWidth
-from dllm_sched.policies.ordering import EarliestDeadline
+from dllm_sched.policies.ordering import FCFS, EarliestDeadline
 from dllm_sched.policies.rates import Rate, Service
 from dllm_sched.policies.request_router import ByLength, ChooseMode
+from dllm_sched.policies.sangam import DeficitBudget, FewestBlocks
 from dllm_sched.policies.sglang import AtCommonBoundary, BlockSynchronous
 from dllm_sched.policies.tediserve import ConfidenceThreshold
 from dllm_sched.policies.timeout import Fill, FluidFill, LearnedTimeout, MaxWait
@@ -57,6 +58,7 @@ __all__ = [
     "orca",
     "per_request",
     "request_router",
+    "sangam",
     "sarathi",
     "sglang_block_sync",
     "sglang_fdfo",
@@ -512,6 +514,32 @@ def nested_wait(
     )
 
 
+def sangam(
+    batch_size: int,
+    tokens: int = 4096,
+    *,
+    order: Literal["arrival", "fewest_blocks"] = "arrival",
+) -> Policy:
+    """Whole prefills within a token budget that saves up what it could not spend.
+
+    Args:
+        batch_size: Rows, >= 1.
+        tokens: Tokens of a step that has a prefill in it, in the mean, >= 1.
+        order: ``arrival`` or ``fewest_blocks``.
+
+    Source:
+        "Sangam" (arXiv 2607.04206); see ``DeficitBudget``.
+    """
+    if order not in ("arrival", "fewest_blocks"):
+        raise ConfigError(f"sangam: order must be 'arrival' or 'fewest_blocks', got {order!r}")
+    return Policy(
+        ordering=FCFS() if order == "arrival" else FewestBlocks(),
+        admission=Slots(batch_size) & DeficitBudget(tokens),
+        eviction=PastDeadline(),
+        name="sangam",
+    )
+
+
 _ONE_TYPE = {"": TrafficType(1.0, 0, 9)}
 _GSM8K_TYPES = {blocks: TrafficType(float(n), 0, blocks) for blocks, n in GSM8K_BLOCKS.items()}
 
@@ -539,6 +567,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         orca,
         vllm,
         sarathi,
+        sangam,
     )
 }
 

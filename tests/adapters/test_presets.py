@@ -34,6 +34,7 @@ ARGUMENTS = {
     "orca": {"batch_size": 3},
     "request_router": {"batch_size": 3},
     "sarathi": {"batch_size": 3, "tokens": 500},
+    "sangam": {"batch_size": 3, "tokens": 40},
     "sglang_block_sync": {"batch_size": 3},
     "sglang_fdfo": {"batch_size": 3},
     "tediserve": {"batch_size": 3, "grid": ((0.9, 1.0),)},  # the threshold of the record
