@@ -18,7 +18,7 @@ from dllm_sched.theory._check import is_number, positive
 __all__ = ["WeightedFairShare"]
 
 
-_REMEMBERED = 4096  # submissions after which a tenant that has nothing waiting is forgotten
+_REMEMBERED = 4096  # submissions after which a tenant whose last request has run is forgotten
 
 
 class _Tag(NamedTuple):
@@ -26,12 +26,12 @@ class _Tag(NamedTuple):
 
     start: float
     tenant: str
-    share: float  # its cost over its tenant's weight; 0 once it has run
+    share: float  # its cost over its tenant's weight
 
 
 class _Tenant(NamedTuple):
     finish: float  # the virtual finish of its last request
-    num_waiting: int  # that never ran
+    last: str | None  # the id of that request while it waits
     serial: int  # of its last submission
 
 
@@ -83,7 +83,7 @@ class WeightedFairShare(Ordering):
     After a swap to this ordering, who waited already comes first, by arrival.
 
     State: the active requests, and the tenants that are ahead of the virtual time. Of those, one
-    that has nothing waiting is forgotten after 4,096 later submissions, and all of them whenever
+    whose last request has run is forgotten after 4,096 later submissions, and all of them whenever
     nobody is active; so the state does not grow with the number of tenants ever seen. O(log n)
     amortised, n being the entries it has.
 
@@ -128,17 +128,28 @@ class WeightedFairShare(Ordering):
         if tag is None:
             return state
         if isinstance(event, RequestJoined):
-            if not tag.share:
-                return state  # it ran before
-            state = state._replace(
-                virtual=max(state.virtual, tag.start),
-                tags=put(state.tags, event.request_id, tag._replace(share=0.0)),
-            )
-            return self._left_queue(state, tag, 0.0)
-        state = state._replace(tags=put(state.tags, event.request_id, GONE))
-        if not state.tags:
+            return self._joined(state, event, tag)
+        return self._finished(state, event, tag)
+
+    def _joined(self, state: _State, event: RequestJoined, tag: _Tag) -> _State:
+        virtual, num_submitted, tenants, tags = state
+        state = _State(max(virtual, tag.start), num_submitted, tenants, tags)
+        known: _Tenant | None = get(tenants, tag.tenant)
+        if known is None or known.last != event.request_id:
+            return state
+        return self._put(state, tag.tenant, known._replace(last=None))
+
+    def _finished(self, state: _State, event: RequestFinished, tag: _Tag) -> _State:
+        virtual, num_submitted, tenants, tags = state
+        tags = put(tags, event.request_id, GONE)
+        if not tags:
             return self.init()  # nobody is there: nobody is ahead or behind
-        return self._left_queue(state, tag, tag.share) if event.admitted_at is None else state
+        state = _State(virtual, num_submitted, tenants, tags)
+        known: _Tenant | None = get(tenants, tag.tenant)
+        if known is None or event.admitted_at is not None:
+            return state
+        last = None if known.last == event.request_id else known.last
+        return self._put(state, tag.tenant, _Tenant(known.finish - tag.share, last, known.serial))
 
     def _start(self, state: _State, tenant: str) -> float:
         known: _Tenant | None = get(state.tenants, tenant)
@@ -149,30 +160,20 @@ class WeightedFairShare(Ordering):
         # the start is the one that the key said.
         name = request.tenant
         start, share = self._start(state, name), self._share(request)
-        known: _Tenant | None = get(state.tenants, name)
-        num_waiting = 1 if known is None else known.num_waiting + 1
         serial = state.num_submitted + 1
-        state = state._replace(
-            num_submitted=serial, tags=put(state.tags, request.id, _Tag(start, name, share))
-        )
-        return self._put(state, name, _Tenant(start + share, num_waiting, serial))
-
-    def _left_queue(self, state: _State, tag: _Tag, given_back: float) -> _State:
-        known: _Tenant | None = get(state.tenants, tag.tenant)
-        if known is None:
-            return state
-        finish, num_waiting, serial = known
-        left = _Tenant(finish - given_back, max(0, num_waiting - 1), serial)
-        return self._put(state, tag.tenant, left)
+        tags = put(state.tags, request.id, _Tag(start, name, share))
+        state = _State(state.virtual, serial, state.tenants, tags)
+        return self._put(state, name, _Tenant(start + share, request.id, serial))
 
     @staticmethod
     def _put(state: _State, name: str, tenant: _Tenant) -> _State:
-        oldest = state.num_submitted - _REMEMBERED
+        virtual, num_submitted, tenants, tags = state
+        oldest = num_submitted - _REMEMBERED
 
         def stays(one: _Tenant) -> bool:
-            return one.finish > state.virtual and (one.num_waiting > 0 or one.serial > oldest)
+            return one.finish > virtual and (one.last is not None or one.serial > oldest)
 
-        return state._replace(tenants=put(state.tenants, name, tenant, stays))
+        return _State(virtual, num_submitted, put(tenants, name, tenant, stays), tags)
 
     def _share(self, request: Request) -> float:
         cost = self.cost(request)

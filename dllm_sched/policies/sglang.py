@@ -53,7 +53,7 @@ class _BlockState(Strategy):
         else:
             return state  # it waited
         if arrived == running:
-            return _Blocks(running, _NOBODY, at_boundary or bool(arrived))
+            return _Blocks(running, _NOBODY, bool(arrived))  # in step, or nobody is left
         return _Blocks(running, arrived, at_boundary)
 
 

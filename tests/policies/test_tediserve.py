@@ -184,6 +184,25 @@ def test_the_cap_rises_by_itself_at_the_instant_that_was_promised():
     assert [theta for _, theta in seen] == [0.6, 0.7, 0.8, 0.9]
 
 
+def test_a_row_that_the_cap_holds_down_rises_with_it_without_a_boundary():
+    control = ConfidenceThreshold(GRID, step_s=1.0, steps=steps_of, window_s=10.0)
+    sched = Scheduler(capacity=Capacity(max_num_seqs=2), policy=Policy(control=control))
+    sched.submit(request("r0", deadline_at=65.0), now=0.0)  # .9 takes 40 s
+    for index in range(1, 3):
+        sched.submit(request(f"r{index}"), now=0.0)
+    now, seen = 0.0, []
+    while now < 60.0:
+        update = sched.next_step(now=now)
+        row = update.batch.rows[0]
+        seen.append((row.knobs["skip_threshold"], update.batch.knobs["skip_threshold"]))
+        sched.complete_step(update.batch, now=now)
+        now = min(update.wake_at, 60.0)
+    assert [cap for _, cap in seen] == [0.6, 0.7, 0.8, 0.9]
+    assert all(theta <= cap for theta, cap in seen)
+    assert [theta for theta, _ in seen] == sorted(theta for theta, _ in seen)
+    assert seen[1] == (0.7, 0.7)
+
+
 def test_overload_falls_to_the_floor_and_then_serves_the_earliest_deadline():
     policy = presets.tediserve(1, grid=GRID, step_s=1.0, steps=steps_of)
     sched = Scheduler(capacity=Capacity(max_num_seqs=1), policy=policy)
