@@ -492,7 +492,8 @@ def nested_wait(
     """Nested WAIT: like WAIT, for requests whose length nobody knows when they arrive.
 
     Args:
-        batch_size: Rows, >= 1.
+        batch_size: Rows that the shares are of, >= 1; give the engine more slots, since rows that
+            wait between two segments keep theirs.
         types: ``{name: TrafficType}``, whose rates tell how frequent lengths are; None: the GSM8K
             answers of "Serving Masked Diffusion LLMs", in blocks.
         rate: Who estimates the types' rates, a type's name being the request_class: ``ema``,
@@ -506,7 +507,7 @@ def nested_wait(
     pairs = _GSM8K_TYPES if types is None else types
     how: dict[str, Any] = {"rate": rate, "stage": stage, "max_wait_s": max_wait_s}
     return Policy(
-        admission=Slots(batch_size) & NestedWaitQuota(batch_size, pairs, **how),
+        admission=NestedWaitQuota(batch_size, pairs, **how),
         timeout=NestedWaitStart(batch_size, pairs, **how),
         composition=NestedWaitRows(batch_size, pairs, **how),
         eviction=PastDeadline(),

@@ -367,6 +367,7 @@ class NestedWaitQuota(_SeesRows, Admission):
     fewer than q at its first stage. The first stage of the first segment holds the queue, too:
     requests join as long as its q is not used up.
 
+    Rows that wait between two segments keep their slots: give the engine more than ``batch_size``.
     O(rows) for each head looked at, and that at every step while somebody waits.
 
     Args:
@@ -375,8 +376,8 @@ class NestedWaitQuota(_SeesRows, Admission):
         rate: Who estimates the types' rates from arrivals, a type's name being the request_class:
             a name of ``RATES`` or a ``Rate``; until then, or if None, they are the given ones.
         stage: What lengths count: ``block`` or ``step``.
-        max_wait_s: When the oldest request has waited for so long, the first segment starts with
-            what is there, seconds, finite, >= 0.
+        max_wait_s: When the oldest request has waited for so long, every segment starts with what
+            is there, seconds, finite, >= 0.
 
     Source:
         Nested WAIT (arXiv 2504.11320) and its bursty modification (arXiv 2608.06135), as
@@ -415,7 +416,8 @@ class NestedWaitRows(_SeesRows, Composition):
 
     Source:
         As ``NestedWaitQuota``. Ours: the oldest row always takes part, so that every request comes
-        to its end, whoever follows; and with nobody waiting, nobody is held.
+        to its end, whoever follows; with nobody waiting, nobody is held; and without a free slot
+        every segment starts with what is there, since nobody can come to fill it.
     """
 
     def select(self, state: Any, round: Round) -> Selection:
@@ -424,8 +426,9 @@ class NestedWaitRows(_SeesRows, Composition):
         if not (view.num_waiting or round.num_joined):
             return ALL
         rows = sorted(round.rows, key=lambda rv: rv.sequence)
-        forced = round.num_joined > 0 or not view.free_slots or self._overdue(view)
-        chosen = self._walk(state.shares, rows, view.num_waiting, forced=forced)
+        lapsed = not view.free_slots or self._overdue(view)
+        started = lapsed or round.num_joined > 0
+        chosen = self._walk(state.shares, rows, view.num_waiting, started=started, lapsed=lapsed)
         if chosen is None:
             return () if view.oldest_arrival_at < math.inf else ALL
         return chosen if rows[0] in chosen else [rows[0], *chosen]
@@ -436,9 +439,13 @@ class NestedWaitRows(_SeesRows, Composition):
         rows: list[RequestView],
         num_waiting: int,
         *,
-        forced: bool,
+        started: bool,
+        lapsed: bool,
     ) -> list[RequestView] | None:
-        """The rows that take part, oldest first within a stage; None if no segment starts."""
+        """The rows that take part, oldest first within a stage; None if no segment starts.
+
+        ``started``: the first segment does in any case; ``lapsed``: each of them.
+        """
         at: dict[int, list[RequestView]] = {}
         for stage, rv in zip(self._stages(segments, rows), rows, strict=True):
             at.setdefault(stage, []).append(rv)
@@ -449,10 +456,10 @@ class NestedWaitRows(_SeesRows, Composition):
             here = at.get(first, [])
             later = [at[stage] for stage in range(first + 1, end) if stage in at]
             quota = _quota(segment, sum(map(len, later)))
-            if len(here) + num_waiting < quota and not forced:
+            if len(here) + num_waiting < quota and not started:
                 break
             chosen = [*(chosen or ()), *here[:quota]]
             for each in later:
                 chosen += each[: segment.per_stage]
-            first, num_waiting, forced = end, 0, False
+            first, num_waiting, started = end, 0, lapsed
         return chosen

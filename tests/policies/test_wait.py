@@ -331,18 +331,21 @@ def published_nested(
         oldest = min((job.at for job in world.waiting), default=math.inf)
         go = len(first) + len(world.waiting) >= quota
         go = go or world.draining or world.now >= oldest + patience
-        room = min(world.slots, total) - len(world.running)
+        room = world.slots - len(world.running)
         joining = world.waiting[: max(0, min(quota - len(first), room))] if go else []
         rows = world.running + joining
         if not world.waiting:
             return [], rows
         if not (go or len(world.running) == world.slots) or not rows:
             return joining, []
+        left = [job for job in world.waiting if job not in joining]
+        late = any(world.now >= job.at + patience for job in left)
+        lapsed = late or world.draining or len(rows) == world.slots
         chosen: list[Job] = []
         for index, (low, high) in enumerate(edges):
             here = [job for job in rows if stage(job) == low]
             quota = take(index, rows)
-            if index > 0 and len(here) < quota:
+            if index > 0 and len(here) < quota and not lapsed:
                 break
             for level in range(low, high):
                 level_rows = sorted(
@@ -394,8 +397,7 @@ def test_a_row_between_segments_is_not_overtaken_for_ever() -> None:
 
 def test_segments_of_gsm8k_blocks() -> None:
     """One segment of blocks 1 to 6, then one for each block from 7 to 16."""
-    quota = presets.nested_wait(16).admission.parts[1]  # type: ignore[attr-defined]
-    segments = quota.init().shares
+    segments = presets.nested_wait(16).admission.init().shares
     assert [each.num_stages for each in segments] == [6] + [1] * 10
     assert sum(each.limit for each in segments) == pytest.approx(16)
     assert segments[0].limit == pytest.approx(16 * 6 / 9.91)

@@ -116,6 +116,34 @@ def test_holding_the_rows_costs_time_and_not_holding_them_none() -> None:
     assert 1.2 * mean["rows go on"] < mean["published"] < 0.5 * mean["strict"]
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        presets.wait(64, FOUR.traffic),
+        presets.wait(64, FOUR.traffic, rule="strict", hold_rows=False),
+        presets.nested_wait(48, FOUR.traffic, stage="step"),
+        presets.fluid_fill(64),
+        presets.fixed_fill_online(64, rule="paper"),
+    ],
+    ids=["wait", "strict", "nested", "fluid", "online"],
+)
+def test_jumps_change_nothing(policy: Policy) -> None:
+    loop = attrs.evolve(FOUR.scaled(0.03), until_s=20.0)
+    found = [
+        simulate(
+            loop,
+            policy=policy,
+            capacity=Capacity(max_num_seqs=64),
+            service=Linear(0.015625, row_s=2.0**-12),  # exact in binary
+            make_request=loop.make_request,
+            jump=jump,
+        )
+        for jump in (True, False)
+    ]
+    assert list(found[0].latency_s) == pytest.approx(list(found[1].latency_s), rel=1e-9)
+    assert found[0].num_requests > 100
+
+
 # --- on the block histogram -----------------------------------------------------------------------
 
 BLOCKS = {blocks: TrafficType(float(n), 0, blocks) for blocks, n in GSM8K_BLOCKS.items()}
@@ -160,6 +188,21 @@ def test_on_gsm8k_blocks_continuous_batching_beats_both(bursty: bool) -> None:
     assert 0.4 < wait.occupancy < 0.55
     assert 0.6 < nested.occupancy < 0.75
     assert min(wait.mean(), nested.mean()) > 2 * continuous.mean()
+
+
+def test_full_slots_of_rows_that_wait_for_each_other_go_on() -> None:
+    """64 rows, fewer before each segment than it starts with: as written hardly anybody goes."""
+    rate = 0.6 * 64 / (290.39 * 0.024)
+    nested, continuous = (
+        simulate(
+            OpenLoop(Poisson(rate), gsm8k(), seed=3, max_requests=1000),
+            policy=policy,
+            capacity=Capacity(max_num_seqs=64),
+            service=Constant(0.024),
+        )
+        for policy in (presets.nested_wait(64), presets.continuous(64))
+    )
+    assert nested.mean() < 2.5 * continuous.mean()
 
 
 # --- arguments ------------------------------------------------------------------------------------
