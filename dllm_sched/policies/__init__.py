@@ -21,6 +21,7 @@ from dllm_sched.policies.base import (
     Timeout,
     Verdict,
 )
+from dllm_sched.policies.blockserve import BoundingBox, ShortestPrompt
 from dllm_sched.policies.composition import AllRows
 from dllm_sched.policies.denoising_surface import (
     AgedShortestFirst,
@@ -82,6 +83,7 @@ __all__ = [
     "AtBlockBoundary",
     "AtCommonBoundary",
     "BlockSynchronous",
+    "BoundingBox",
     "BudgetCost",
     "ByLength",
     "ChooseMode",
@@ -122,6 +124,7 @@ __all__ = [
     "Rate",
     "Service",
     "ShortestBudget",
+    "ShortestPrompt",
     "Slots",
     "StepCap",
     "StepWithinBudget",

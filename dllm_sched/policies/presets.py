@@ -11,6 +11,7 @@ import attrs
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots, TokenBudget
 from dllm_sched.policies.base import Policy
+from dllm_sched.policies.blockserve import BoundingBox, ShortestPrompt
 from dllm_sched.policies.composition import AllRows
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
@@ -43,6 +44,7 @@ from dllm_sched.theory.wait import TrafficType
 __all__ = [
     "PRESETS",
     "block_refill",
+    "blockserve",
     "by_name",
     "continuous",
     "dllm_serve",
@@ -157,6 +159,35 @@ def block_refill(batch_size: int) -> Policy:
         admission=Slots(batch_size) & AtBlockBoundary(),
         eviction=PastDeadline(),
         name="block_refill",
+    )
+
+
+def blockserve(
+    batch_size: int,
+    tokens: int | None = None,
+    *,
+    length: Literal["canvas", "causal"] = "canvas",
+    max_bypass: float = 256,
+    longest_prompt: int = 4096,
+) -> Policy:
+    """Refill at block boundaries, short prompts first, within the budget of a padded batch.
+
+    Args:
+        batch_size: Rows, >= 1.
+        tokens: Rows x longest row at most, >= 1; None: no budget, as many rows as there are.
+        length: What a row is padded to, ``canvas`` or ``causal``; see ``BoundingBox``.
+        max_bypass: How many later requests may overtake one, >= 0; 0: none.
+        longest_prompt: Prompts of so many tokens and more count alike, >= 1.
+
+    Source:
+        BlockServe (arXiv 2607.08930), second hand; see ``BoundingBox`` and ``ShortestPrompt``.
+    """
+    admission = Slots(batch_size) & AtBlockBoundary()
+    return Policy(
+        ordering=ShortestPrompt(max_bypass, longest_prompt),
+        admission=admission if tokens is None else admission & BoundingBox(tokens, length),
+        eviction=PastDeadline(),
+        name="blockserve",
     )
 
 
@@ -551,6 +582,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         fixed_fill,
         continuous,
         block_refill,
+        blockserve,
         dws,
         fair_share,
         fixed_fill_online,
