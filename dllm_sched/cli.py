@@ -21,7 +21,9 @@ import json
 import math
 import os
 import sys
+import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from dllm_sched.sim.arrivals import Arrivals
     from dllm_sched.sim.service import ServiceModel
-    from dllm_sched.sim.shapes import Shapes
+    from dllm_sched.sim.shapes import Shapes, Work
     from dllm_sched.sim.tuning import Requests
 
 __all__ = ["main"]
@@ -67,7 +69,16 @@ _RATES = (1e-9, 1e9)
 _MOST_CV = 1000.0
 # Options that only some workloads take: what they are for, and what they are when not given.
 _FOR_TRACES = ("speedup", "jitter", "max_prompt", "max_output")
-_LATER = {"cv": 2.0, "mmpp": "50,120,0.2,0.6", "jitter": 0.0, "work": "gsm8k", "page_size": 16}
+_LATER = {
+    "batch_size": 16,
+    "cv": 2.0,
+    "mmpp": "50,120,0.2,0.6",
+    "jitter": 0.0,
+    "work": "gsm8k",
+    "page_size": 16,
+}
+_LISTS = ("batch_sizes", "presets", "timeouts", "mmpp")  # may be lists in a file
+_SAY_EVERY_S = 0.1
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,7 +109,9 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         "(default: every preset that needs no more than a batch size)",
     )
     several.add_argument(
-        "--batch-size", type=int, default=16, help="slots, and rows of a policy (default: 16)"
+        "--batch-size",
+        type=int,
+        help="slots, and rows of a policy that does not say its own (default: 16)",
     )
     search = commands.add_parser("tune", help="search policy, batch size and timeout")
     search.add_argument(
@@ -133,9 +146,7 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--preset", default="continuous", help=", ".join(sorted(PRESETS)) + " (default: continuous)"
     )
-    group.add_argument(
-        "--batch-size", type=int, default=16, help="rows, and the engine's slots (default: 16)"
-    )
+    group.add_argument("--batch-size", type=int, help="rows, and the engine's slots (default: 16)")
     group.add_argument(
         "--timeout", type=float, metavar="S", help="of fixed_fill, seconds (default: none)"
     )
@@ -215,9 +226,15 @@ def _configured(arguments: Sequence[str]) -> argparse.Namespace:
     options.policies = [] if {"--preset", "--policy"} & given else policies
     if options.policies and getattr(options, "timeout", None) is not None:
         raise ConfigError("--timeout: the policies of --config have their own timeout_s")
+    sizes = [of["batch_size"] for _, of in options.policies if "batch_size" in of]
+    if sizes and options.command == "simulate" and options.batch_size is not None:
+        raise ConfigError(
+            f"--batch-size {options.batch_size}: the policy of --config has its own batch_size = "
+            f"{sizes[0]}; give one of the two"
+        )
     _check(options)
     for name, value in _LATER.items():
-        if getattr(options, name) is None:
+        if getattr(options, name, value) is None:
             setattr(options, name, value)
     return options
 
@@ -260,10 +277,10 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse numbers out of range, options that would be ignored, and files that cannot be."""
     _check_numbers(options)
     _check_used(options)
-    for name in ("plot", "csv"):
-        path = getattr(options, name, None)
-        if path is not None:
-            _check_file(_option(name), Path(path))
+    for name in ("plot", "csv", "trace", "config"):
+        if getattr(options, name, None) == "":
+            raise ConfigError(f"{_option(name)}: the name of a file expected, got ''")
+    _check_outputs(options)
     if options.plot is not None:
         if Path(options.plot).suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--plot: a plot's name ends in .png, .svg or .pdf: {options.plot!r}")
@@ -306,11 +323,37 @@ def _check_used(options: argparse.Namespace) -> None:
                 raise ConfigError(f"{_option(name)} is for {needed}")
 
 
-def _check_file(option: str, path: Path) -> None:
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, or that hold something else of the same run."""
+    taken = {
+        Path(name).resolve(): option
+        for option, name in (
+            ("--trace", options.trace),
+            ("--config", options.config),
+            ("--work", (options.work or "").partition("steps:")[2]),
+            ("--service", options.service.partition("table:")[2]),
+        )
+        if name and "\0" not in name and Path(name).is_file()
+    }
+    for name in ("csv", "plot"):
+        given = getattr(options, name, None)
+        if given is None:
+            continue
+        option = _option(name)
+        _check_file(option, given)
+        other = taken.setdefault(Path(given).resolve(), option)
+        if other != option:
+            raise ConfigError(f"{option}: {given} is the file of {other}; name another one")
+
+
+def _check_file(option: str, given: str) -> None:
+    if "\0" in given:
+        raise ConfigError(f"{option}: no file can be called {given!r}")
+    path = Path(given)
     folder = path.parent
     if not folder.is_dir():
         raise ConfigError(f"{option}: cannot write {path}: no folder {folder}")
-    if path.is_dir():
+    if path.is_dir() or given.endswith(("/", os.sep)):
         raise ConfigError(f"{option}: cannot write {path}: it is a folder")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{option}: cannot write {path}: permission denied")
@@ -326,19 +369,40 @@ def _read(path: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in found.items():
         name = key.replace("-", "_")
+        if name in values:
+            raise ConfigError(
+                f"--config {path}: {key!r} is given twice, with a hyphen and with an underscore"
+            )
         if name in ("json", "progress") and not isinstance(value, bool):
             raise ConfigError(f"--config {path}: {key!r} must be true or false, got {value!r}")
-        if name == "policy" and isinstance(value, str):
-            values[name] = [value]
-        elif name in ("policies", "policy", "json", "progress"):
+        if name == "policy":
+            values[name] = _texts(value, path)
+        elif name in ("policies", "json", "progress"):
             values[name] = value
-        elif isinstance(value, dict):
-            raise ConfigError(f"--config {path}: {key!r} must be a plain value, got a table")
-        elif isinstance(value, list):
-            values[name] = ",".join(str(each) for each in value)
         else:
-            values[name] = str(value)  # argparse reads it as it reads an argument
+            values[name] = _as_text(key, value, path)
     return values
+
+
+def _texts(value: Any, path: str) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(each, str) for each in texts):
+        raise ConfigError(
+            f"--config {path}: policy must be a text such as 'fixed_fill:timeout_s=2', or a list "
+            f"of them, got {value!r}"
+        )
+    return texts
+
+
+def _as_text(key: str, value: Any, path: str) -> str:
+    """Return a value as argparse reads it."""
+    if isinstance(value, dict):
+        raise ConfigError(f"--config {path}: {key!r} must be a plain value, got a table")
+    if isinstance(value, list):
+        if key.replace("-", "_") not in _LISTS:
+            raise ConfigError(f"--config {path}: {key!r} must be one value, got {value!r}")
+        return ",".join(str(each) for each in value)
+    return str(value)
 
 
 def _policies(found: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
@@ -352,7 +416,8 @@ def _policies(found: Any, path: str) -> list[tuple[str, dict[str, Any]]]:
         name = arguments.pop("name", None)
         if not isinstance(name, str):
             raise ConfigError(f"--config {path}: a policy needs the name of a preset: {table!r}")
-        _preset(name, arguments, 1)  # refuses what is unknown
+        with _naming(f"--config {path}, policy {name}"):
+            _preset(name, arguments, 1)  # refuses what is unknown
         policies.append((name, arguments))
     return policies
 
@@ -528,12 +593,19 @@ class _Traffic:
         }
         if options.trace in shipped_traces():
             return Trace.shipped(options.trace, **settings)
-        if not Path(options.trace).is_file():
+        path = Path(options.trace)
+        if not path.exists():
             raise ConfigError(
                 f"--trace {options.trace}: no such file, and no shipped trace; those are "
                 f"{', '.join(shipped_traces())}"
             )
-        return Trace(options.trace, **settings)
+        if not path.is_file():
+            what = "a folder" if path.is_dir() else "no plain file, and is read several times"
+            raise ConfigError(f"--trace {options.trace}: it is {what}; name a CSV file")
+        trace = Trace(options.trace, **settings)
+        if next(iter(trace), None) is None:
+            raise ConfigError(f"--trace {options.trace}: it has a header and no requests")
+        return trace
 
     def saturated(self) -> Requests:
         """The works in their order, for measuring a capacity."""
@@ -612,8 +684,9 @@ def _preset(preset: str, arguments: dict[str, Any], batch_size: int) -> Policy:
     if "batch_size" in takes:
         arguments = {"batch_size": batch_size, **arguments}
         size = arguments["batch_size"]
-        if isinstance(size, int):
-            _in_range(size, f"batch_size of {preset}", *_WHOLE["batch_size"])
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ConfigError(f"batch_size of {preset}: must be a whole number, got {size!r}")
+        _in_range(size, f"batch_size of {preset}", *_WHOLE["batch_size"])
     return by_name(preset, **arguments)
 
 
@@ -642,6 +715,8 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Policy], int]:
             key, equals, value = pair.partition("=")
             if not equals:
                 raise ConfigError(f"--policy {text}: KEY=VALUE expected, got {pair!r}")
+            if key in arguments:
+                raise ConfigError(f"--policy {text}: {key} is given twice")
             number = _numbers(value, f"--policy {text}", 1)[0]
             arguments[key] = int(number) if number.is_integer() and "." not in value else number
         wanted.append((name, arguments))
@@ -654,7 +729,8 @@ def _several(options: argparse.Namespace) -> tuple[dict[str, Policy], int]:
         label = f"{name}({inside})" if inside else name
         if label in found:
             raise ConfigError(f"--policy: {label} is given twice")
-        found[label] = _preset(name, arguments, options.batch_size)
+        with _naming(f"policy {label}"):
+            found[label] = _preset(name, arguments, options.batch_size)
         slots = max(slots, arguments.get("batch_size", 1))
     return found, slots
 
@@ -668,18 +744,52 @@ class _Progress:
     def __init__(self, options: argparse.Namespace) -> None:
         self._on = options.progress or (sys.stderr.isatty() and not options.json)
         self._wrote = False
+        self._said_at = -_INF
 
     def say(self, text: str) -> None:
         if self._on:
+            self._said_at = time.monotonic()
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
             self._wrote = True
 
-    def arrivals(self, count: int, now: float) -> None:
-        self.say(f"{count:,} requests, {now:,.0f} s of virtual time")
+    def _due(self) -> bool:
+        return self._on and time.monotonic() - self._said_at >= _SAY_EVERY_S
+
+    def measuring(self, of: str) -> Callable[[int, int], None]:
+        """Say at times how far the measuring of a capacity is."""
+
+        def told(finished: int, count: int) -> None:
+            if self._due():
+                self.say(f"measuring the capacity of {of}: {finished:,} of {count:,} requests")
+
+        self.say(f"measuring the capacity of {of}")
+        return told
+
+    def counting(self, workload: Requests, of: str = "") -> Requests:
+        """The same requests; says at times how many have come."""
+
+        def told(number: int, now: float) -> None:
+            if self._due():
+                self.say(f"{of}{number:,} requests, {now:,.0f} s of virtual time")
+
+        return _Counted(workload, told) if self._on else workload
 
     def done(self) -> None:
         if self._wrote:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+class _Counted:
+    """Requests that are counted on stderr as they come."""
+
+    def __init__(self, source: Requests, told: Callable[[int, float], None]) -> None:
+        self._source = source
+        self._told = told
+
+    def __iter__(self) -> Iterator[tuple[float, Work]]:
+        for number, each in enumerate(self._source, 1):
+            self._told(number, each[0])
+            yield each
 
 
 def _print(options: argparse.Namespace, figures: dict[str, Any], text: str) -> None:
@@ -722,6 +832,12 @@ def _a_second(rate: float) -> str:
     return f"{rate:.4g} requests/s" if math.isfinite(rate) else "all requests at one instant"
 
 
+_BURST = (
+    "a burst: these requests arrive within less time than one batch takes, so their mean rate says "
+    "nothing about the long run; the latencies are those of this burst"
+)
+
+
 def _too_fast(rate: float, capacity_per_s: float) -> str:
     return (
         f"unstable: {rate:.4g} requests/s arrive, the policy serves {capacity_per_s:.4g}: the "
@@ -736,30 +852,30 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
     from dllm_sched.sim.recording import QueueTrace, SlotTimeline, StepHistogram  # noqa: PLC0415
     from dllm_sched.sim.report import table  # noqa: PLC0415
     from dllm_sched.sim.simulate import simulate  # noqa: PLC0415
-    from dllm_sched.sim.tuning import latency_bound, stopped_after  # noqa: PLC0415
+    from dllm_sched.sim.tuning import is_burst, latency_bound, stopped_after  # noqa: PLC0415
 
     policy = _one_policy(options)
     capacity = _capacity(options, options.batch_size)
     service = _service(options)
     traffic = _Traffic(options)
-    progress.say("measuring the policy's capacity")
-    capacity_per_s = _measured(traffic, policy, capacity, service)
+    capacity_per_s = _measured(traffic, policy, capacity, service, progress)
     rate = traffic.rate(capacity_per_s)
     workload = traffic.at(rate)
     rate = traffic.mean_rate(rate)
+    outrun = capacity_per_s <= rate < _INF
+    burst = outrun and is_burst(workload, capacity_per_s, capacity.max_num_seqs)
     slots = SlotTimeline(max_spans=8 * options.batch_size)
     trace = QueueTrace(capacity, max_samples=300)
     histogram = StepHistogram()
     result = simulate(
-        workload,
+        progress.counting(workload),
         policy=policy,
         capacity=capacity,
         service=service,
         max_waiting=options.max_waiting,
         observers=(slots, trace, histogram) if options.plot else (),
-        progress=progress.arrivals,
     )
-    unstable = capacity_per_s <= rate < _INF
+    unstable = outrun and not burst
     result = attrs.evolve(result, unstable=unstable)
     bound = None
     if not (unstable or result.stopped) and result.counts.submitted <= _BOUND_REQUESTS:
@@ -771,6 +887,7 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
         "rate": _plain(rate),
         "capacity_per_s": capacity_per_s,
         "load": _plain(rate / capacity_per_s),
+        "burst": burst,
         "bound_mean_s": bound,
         "mean_over_bound": result.mean() / bound if bound and result.num_requests else None,
         "seed": options.seed,
@@ -782,6 +899,8 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
         text += "\n" + _too_fast(rate, capacity_per_s)
     elif result.stopped:
         text += "\n" + stopped_after(result, workload, options.max_waiting)
+    elif burst:
+        text += "\n" + _BURST
     _print(options, figures, text)
     if options.plot:
         from dllm_sched.sim import plots  # noqa: PLC0415
@@ -806,12 +925,23 @@ def _simulate(options: argparse.Namespace, progress: _Progress) -> int:
 
 
 def _measured(
-    traffic: _Traffic, policy: Policy, capacity: Capacity, service: ServiceModel
+    traffic: _Traffic,
+    policy: Policy,
+    capacity: Capacity,
+    service: ServiceModel,
+    progress: _Progress,
+    label: str | None = None,
 ) -> float:
     """Measure a policy's saturated rate, requests per second, > 0."""
     from dllm_sched.sim.tuning import saturated_rate  # noqa: PLC0415
 
-    rate = saturated_rate(traffic.saturated(), policy=policy, capacity=capacity, service=service)
+    rate = saturated_rate(
+        traffic.saturated(),
+        policy=policy,
+        capacity=capacity,
+        service=service,
+        progress=progress.measuring(policy.name if label is None else label),
+    )
     if rate <= 0:
         raise ConfigError(
             f"{policy.name} finishes none of these requests; do they need more than --pages?"
@@ -824,7 +954,7 @@ def _plain(value: float) -> float | None:
 
 
 def _compare(options: argparse.Namespace, progress: _Progress) -> int:
-    from dllm_sched.sim.tuning import compare, stopped_after  # noqa: PLC0415
+    from dllm_sched.sim.tuning import compare, is_burst, stopped_after  # noqa: PLC0415
 
     policies, slots = _several(options)
     capacity = _capacity(options, slots)
@@ -832,28 +962,37 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
     traffic = _Traffic(options)
     capacities = {}
     for label, policy in policies.items():
-        progress.say(f"measuring the capacity of {label}")
-        capacities[label] = _measured(traffic, policy, capacity, service)
+        capacities[label] = _measured(traffic, policy, capacity, service, progress, label)
     most = max(capacities.values())
     rate = traffic.rate(most)
     workload = traffic.at(rate)
     rate = traffic.mean_rate(rate)
     found = compare(
         policies,
-        workload,
+        progress.counting(workload),
         capacity=capacity,
         service=service,
         max_waiting=options.max_waiting,
         bound=(options.requests or 0) <= _BOUND_REQUESTS,
-        progress=progress.arrivals,
     )
+    outrun = {label for label in policies if capacities[label] <= rate < _INF}
+    bursts = {
+        label for label in outrun if is_burst(workload, capacities[label], capacity.max_num_seqs)
+    }
     results = {
-        label: attrs.evolve(result, unstable=capacities[label] <= rate < _INF)
+        label: attrs.evolve(result, unstable=label in outrun - bursts)
         for label, result in found.results.items()
     }
     found = attrs.evolve(found, results=results)
     progress.done()
-    rows = [{**row, "capacity_per_s": capacities[row["label"]]} for row in found.figures()]
+    rows = [
+        {
+            **row,
+            "capacity_per_s": capacities[row["label"]],
+            "burst": row["label"] in bursts,
+        }
+        for row in found.figures()
+    ]
     figures = {
         "rate": _plain(rate),
         "bound_mean_s": None if found.bound is None else found.bound.mean_s,
@@ -874,6 +1013,8 @@ def _compare(options: argparse.Namespace, progress: _Progress) -> int:
             text += f"\n{label}: {_too_fast(rate, capacities[label])}"
         elif result.stopped:
             text += f"\n{label}: {stopped_after(result, workload, options.max_waiting)}"
+        elif label in bursts:
+            text += f"\n{label}: {_BURST}"
     _print(options, figures, text)
     if options.plot:
         from dllm_sched.sim import plots  # noqa: PLC0415
@@ -956,8 +1097,9 @@ def _tune(options: argparse.Namespace, progress: _Progress) -> int:
     most = 0.0
     if options.load is not None:
         policies = [_preset(name, {}, engine.max_num_seqs) for name in presets]
-        most = max(_measured(traffic, policy, engine, service) for policy in policies)
+        most = max(_measured(traffic, policy, engine, service, progress) for policy in policies)
         rate = traffic.rate(most)
+    progress.say("trying the first candidate")
     found = tune(
         traffic.at(rate),
         service=service,
@@ -1014,7 +1156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _configured(sys.argv[1:] if arguments is None else arguments)
         progress = _Progress(options)
-        return _COMMANDS[options.command](options, progress)
+        with warnings.catch_warnings():
+            # What is not finite is said in words; numpy and matplotlib would add lines of theirs.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            warnings.simplefilter("ignore", UserWarning)
+            return _COMMANDS[options.command](options, progress)
     except SystemExit:
         _flush()  # --help
         raise

@@ -11,6 +11,7 @@ import gzip
 import io
 import itertools
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,9 @@ Floats = NDArray[np.float64]
 
 CHUNK = 8192  # instants made at once: 64 KB, and a microsecond of overhead each thousand
 _MOST_SLICE = 65536
+_MOST_STAYS = 10_000  # of a modulated process per arrival; each takes some 10 ns
+_MOST_WINDOWS = 100_000_000
+_GZIP = b"\x1f\x8b"
 
 
 class Arrivals(ABC):
@@ -216,6 +220,10 @@ class MMPP(Arrivals):
         positive(rate=rate)
         return MMPP([each * rate / self._rate for each in self.rates], self.generator)
 
+    def _stays_per_s(self) -> float:
+        shares = stationary(self.generator)
+        return math.fsum(-share * self.generator[i][i] for i, share in enumerate(shares))
+
     def _stays(self, rng: np.random.Generator) -> Iterator[tuple[Floats, Floats]]:
         """Yield state by state its rate and its seconds, 1024 at a time."""
         rates = np.array(self.rates)
@@ -251,7 +259,17 @@ class MMPP(Arrivals):
 
         Arrivals of a Poisson process of rate 1 are mapped through the accumulated rate, which
         rises linearly within a stay.
+
+        Raises:
+            ConfigError: If the state changes so often that an arrival takes more than 10,000 stays.
         """
+        stays = self._stays_per_s() / self._rate
+        if stays > _MOST_STAYS:
+            raise ConfigError(
+                f"the state changes {stays:.4g} times per arrival, which leaves no burst and takes "
+                f"for ever; use Poisson, or rates of leaving below {_MOST_STAYS:,} times the mean "
+                "rate"
+            )
         chain, unit = rng.spawn(2)
         began = 0.0
         waiting = unit.standard_exponential(CHUNK).cumsum()  # accumulated rate, from ``began`` on
@@ -411,8 +429,11 @@ class ClientMix(Arrivals):
                 try:
                     client = int(fields[0])
                     start, rate, cv = map(float, fields[1:4])
-                except ValueError as error:
-                    raise ConfigError(f"{path}, line {number}: {error}") from None
+                except ValueError:
+                    raise ConfigError(
+                        f"{path}, line {number}: client must be a whole number, t_s, rate and cv "
+                        f"numbers: {','.join(fields)!r}"
+                    ) from None
                 if not (
                     0 <= rate < math.inf
                     and 0.01 <= cv <= 1e5
@@ -506,6 +527,11 @@ def burstiness(times: Iterable[float], windows_s: Sequence[float] = (1, 10, 60))
         number += len(chunk)
         last = float(chunk[-1])
         for k, window in enumerate(windows_s):
+            if last / window > _MOST_WINDOWS:
+                raise ConfigError(
+                    f"burstiness: {last:.4g} s hold more than {_MOST_WINDOWS:,} windows of "
+                    f"{window} s; choose longer windows_s"
+                )
             found = np.bincount((chunk // window).astype(np.int64), minlength=len(counts[k]))
             found[: len(counts[k])] += counts[k]
             counts[k] = found
@@ -524,12 +550,14 @@ def burstiness(times: Iterable[float], windows_s: Sequence[float] = (1, 10, 60))
 
 
 def open_text(path: str | Path) -> IO[str]:
-    """Open a text file, unpacking it if its name ends in ``.gz``."""
+    """Open a text file, unpacking it if its name ends in ``.gz`` or it begins as such a file."""
     try:
-        if str(path).endswith(".gz"):
+        file = Path(path).open("rb")  # noqa: SIM115
+        if str(path).endswith(".gz") or file.peek(2).startswith(_GZIP):
+            file.close()
             return io.TextIOWrapper(gzip.open(path), encoding="utf-8")
-        return Path(path).open(encoding="utf-8")
-    except OSError as error:
+        return io.TextIOWrapper(file, encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
@@ -554,7 +582,7 @@ def csv_rows(
                     f"{path}, line {number}: {width} fields ({header}) expected: {text!r}"
                 )
             yield number, fields
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ConfigError(f"{path}, after line {number}: cannot be read: {error}") from error
     if number == 0:
         raise ConfigError(f"{path}, line 1: the file is empty; the header must be {header!r}")

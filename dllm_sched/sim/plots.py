@@ -39,6 +39,7 @@ __all__ = [
 # Okabe and Ito's palette, the yellow left out: it is too pale on white.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _MARKERS = "osD^vPX"
+_MOST_LINES = 5  # of a caption; more would leave no room for the picture
 _WHY = {
     "eos": (_COLOURS[0], "", "finished"),
     "length": (_COLOURS[4], "", "token budget used"),
@@ -59,7 +60,7 @@ def _figure(width: float, height: float, title: str, caption: str) -> Figure:
     figure = Figure(figsize=(width, height), dpi=120)
     top = 1.0 - 0.12 / height
     figure.text(0.02, top, title, ha="left", va="top", fontsize=12, fontweight="bold")
-    lines = textwrap.fill(caption, int(width * 15))
+    lines = textwrap.fill(caption, int(width * 15), max_lines=_MOST_LINES, placeholder=" ...")
     foot = (0.12 + 0.16 * (lines.count("\n") + 1)) / height
     figure.text(0.02, 0.06 / height, lines, ha="left", va="bottom", fontsize=8.5, color="#444444")
     figure.set_layout_engine("constrained", rect=(0.0, foot, 1.0, top - 0.24 / height - foot))

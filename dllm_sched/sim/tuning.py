@@ -24,6 +24,7 @@ from dllm_sched.sim.report import Result, table
 from dllm_sched.sim.service import ServiceModel
 from dllm_sched.sim.shapes import Work
 from dllm_sched.sim.simulate import simulate
+from dllm_sched.sim.workloads import OpenLoop
 from dllm_sched.theory._check import positive, whole
 from dllm_sched.theory.bounds import LatencyBound, effective_slots, mean_latency
 
@@ -37,6 +38,7 @@ __all__ = [
     "at_once",
     "candidates",
     "compare",
+    "is_burst",
     "latency_bound",
     "mean_rate",
     "saturated_rate",
@@ -45,6 +47,8 @@ __all__ = [
 
 _INF = math.inf
 _EOS = FinishReason.EOS
+_MANY = 20_000  # requests that measure a capacity well, if there are 20 per slot
+_MOST_BLOCKS = 1_000_000  # boundaries to report while measuring: some ten seconds
 
 
 class Requests(Protocol):
@@ -52,6 +56,14 @@ class Requests(Protocol):
 
     def __iter__(self) -> Iterator[tuple[float, Work]]:
         """Yield ``(arrival_s, Work)`` in order of arrival."""
+
+
+def _again(workload: Requests, whose: str) -> None:
+    """Refuse what is empty when it is iterated a second time."""
+    if iter(workload) is workload:
+        raise ConfigError(
+            f"{whose}: the workload can be iterated only once; pass a list of it, got {workload!r}"
+        )
 
 
 @attrs.frozen
@@ -68,6 +80,7 @@ class SpedUp:
 
     def __attrs_post_init__(self) -> None:
         positive(factor=self.factor)
+        _again(self.workload, "SpedUp")
 
     def __iter__(self) -> Iterator[tuple[float, Work]]:
         """Yield ``(arrival_s, Work)`` in order of arrival."""
@@ -96,6 +109,30 @@ def at_once(workload: Requests) -> bool:
     return all(arrival == first for arrival in instants)
 
 
+def is_burst(workload: Requests, capacity_per_s: float, num_slots: int) -> bool:
+    """Return whether requests come within so short a time that their mean rate says nothing.
+
+    True for given requests (a trace, a list) whose last one arrives before the engine could have
+    served one batch: what they do says nothing about the long run. A process of arrivals
+    (``OpenLoop``) has its rate however few are drawn. O(n).
+
+    Args:
+        workload: May be iterated again.
+        capacity_per_s: Requests per second that the policy serves, > 0.
+        num_slots: Rows of a batch, >= 1.
+    """
+    source = workload
+    while isinstance(source, SpedUp):
+        source = source.workload
+    if isinstance(source, OpenLoop):
+        return False
+    first, last = _INF, 0.0
+    for arrival, _ in workload:
+        first = min(first, arrival)
+        last = arrival
+    return (last - first) * capacity_per_s < num_slots
+
+
 def stopped_after(result: Result, workload: Requests, max_waiting: int) -> str:
     """Return a sentence for a run that was broken off."""
     total = sum(1 for _ in workload)
@@ -111,8 +148,9 @@ def stopped_after(result: Result, workload: Requests, max_waiting: int) -> str:
 class _Plateau:
     """Counts finishes between two joins: the first after ``skip`` finishes, and the last."""
 
-    def __init__(self, skip: int) -> None:
+    def __init__(self, skip: int, progress: Callable[[int], object] | None = None) -> None:
         self._skip = skip
+        self._progress = progress
         self._finished = 0
         self.first: tuple[float, int] | None = None
         self.last: tuple[float, int] | None = None
@@ -120,6 +158,8 @@ class _Plateau:
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestFinished):
             self._finished += event.reason is _EOS
+            if self._progress is not None:
+                self._progress(self._finished)
         elif isinstance(event, RequestJoined):
             self.last = (event.at, self._finished)
             if self.first is None and self._finished >= self._skip:
@@ -139,20 +179,25 @@ def saturated_rate(
     capacity: Capacity,
     service: ServiceModel,
     max_requests: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> float:
     """Return how many requests a second the policy serves when there are always more waiting.
 
     Serves the workload's first requests as a backlog that is there from the start, and counts the
     finishes from a join after the first tenth of them up to the last join: full batches only, if
     the policy has batches. What arrives faster than this in the long run makes the queue grow
-    without bound. With few requests per slot it is only a guess: 100 per slot give about 1 %.
+    without bound. With few requests per slot it is only a guess: 100 per slot give about 1 %, 10
+    or 20 about 2 % (up to 10 % where a few requests need most of the work).
 
     Args:
         workload: Only its works matter.
         policy: The policy.
         capacity: The engine's slots and pages.
         service: Seconds of a step.
-        max_requests: Take so many; None: 100 per slot, but at least 2000.
+        max_requests: Take so many; None: 100 per slot, but at least 2000, beyond 20,000 only 20 per
+            slot and beyond 80,000 only 10; fewer where every block of theirs has to be reported
+            and they have many.
+        progress: Called at each finish with (requests finished, of how many).
 
     Returns:
         Requests per second that finish by themselves; 0 if none does.
@@ -161,19 +206,32 @@ def saturated_rate(
         ConfigError: If there are no requests.
         PolicyError: If the policy is at fault.
     """
+    slots = capacity.max_num_seqs
+    grows = capacity.memory is not None and capacity.memory.grows
+    most_blocks: float = _INF
     if max_requests is None:
-        max_requests = max(2000, 100 * capacity.max_num_seqs)
+        each = (min(100 * slots, _MANY), min(20 * slots, 4 * _MANY), 10 * slots)
+        max_requests = max(2000, *each)
+        most_blocks = _MOST_BLOCKS if grows or "blocks" in policy.needs else _INF
     whole(max_requests=max_requests)
-    backlog = [(0.0, work) for _, work in itertools.islice(workload, max_requests)]
+    backlog: list[tuple[float, Work]] = []
+    blocks = 0
+    for _, work in itertools.islice(workload, max_requests):
+        if blocks >= most_blocks and len(backlog) >= 2 * slots:
+            break
+        backlog.append((0.0, work))
+        blocks += work.num_blocks
+    count = len(backlog)
     if not backlog:
         raise ConfigError("the workload has no requests")
-    plateau = _Plateau(len(backlog) // 10)
+    told = None if progress is None else lambda finished: progress(finished, count)
+    plateau = _Plateau(count // 10, told)
     result = simulate(
         backlog,
         policy=policy,
         capacity=capacity,
         service=service,
-        max_waiting=len(backlog) + 1,
+        max_waiting=count + 1,
         observers=[plateau],
     )
     return result.requests_per_s if plateau.rate is None else plateau.rate
@@ -280,6 +338,7 @@ def compare(
     """
     if not policies:
         raise ConfigError("compare: no policies")
+    _again(workload, "compare")
     least = latency_bound(workload, capacity=capacity, service=service) if bound else None
     results = {
         label: simulate(workload, policy=policy, capacity=capacity, service=service, **options)
@@ -393,7 +452,8 @@ class Tried:
             stopped.
         mean_s: Mean latency, seconds; ``inf`` likewise.
         headroom: By which factor the same traffic may be sped up: up to the saturated rate, and
-            with the p99 still within the target, if there is one (0 if it is not even now).
+            with the p99 still within the target, if there is one (0 if it is not even now). At
+            least 1 for a burst (``is_burst``), which passes however fast it comes.
         stopped: Says so in words if it would keep up, but more than ``max_waiting`` waited.
     """
 
@@ -536,6 +596,20 @@ class _Search:
         self.target_s = target_s
         self.max_waiting = max_waiting
         self.rate = mean_rate(workload)
+        self._capacities: dict[tuple[Any, ...], float] = {}
+
+    def capacity_per_s(self, candidate: Candidate) -> float:
+        """The saturated rate. A timeout does not matter to it: nobody ever waits for others."""
+        arguments = [each for each in candidate.arguments if each[0] != "timeout_s"]
+        key = (candidate.preset, candidate.max_num_seqs, *arguments)
+        if key not in self._capacities:
+            self._capacities[key] = saturated_rate(
+                self.workload,
+                policy=candidate.policy(),
+                capacity=candidate.capacity(self.engine),
+                service=self.service,
+            )
+        return self._capacities[key]
 
     def run(self, candidate: Candidate, factor: float) -> Result:
         return simulate(
@@ -563,13 +637,10 @@ class _Search:
         return low
 
     def attempt(self, candidate: Candidate, tolerance: float) -> Tried:
-        capacity_per_s = saturated_rate(
-            self.workload,
-            policy=candidate.policy(),
-            capacity=candidate.capacity(self.engine),
-            service=self.service,
-        )
+        capacity_per_s = self.capacity_per_s(candidate)
         most = capacity_per_s / self.rate
+        if capacity_per_s > 0 and is_burst(self.workload, capacity_per_s, candidate.max_num_seqs):
+            most = max(most, math.nextafter(1.0, _INF))  # it passes, and is over
         p99 = mean = _INF
         stopped = None
         headroom = most
@@ -630,6 +701,9 @@ def tune(
         PolicyError: If a policy is at fault.
     """
     positive(tolerance=tolerance)
+    _again(workload, "tune")
+    if isinstance(presets, str):
+        raise ConfigError(f"tune: presets must be a sequence of names, got the text {presets!r}")
     if target_p99_s is not None:
         positive(target_p99_s=target_p99_s)
     engine = Capacity(max_num_seqs=64) if engine is None else engine

@@ -241,8 +241,11 @@ class Trace(Workload):
             for number, fields in csv_rows(self.path, lines, _HEADER):
                 try:
                     arrival, prompt, output = float(fields[0]), int(fields[1]), int(fields[2])
-                except ValueError as error:
-                    raise ConfigError(f"{self.path}, line {number}: {error}") from None
+                except ValueError:
+                    raise ConfigError(
+                        f"{self.path}, line {number}: arrival_s must be a number, tokens whole "
+                        f"numbers: {','.join(fields)!r}"
+                    ) from None
                 if not before <= arrival < math.inf:
                     raise ConfigError(
                         f"{self.path}, line {number}: arrival_s must be finite, >= 0 and never "
@@ -250,7 +253,8 @@ class Trace(Workload):
                     )
                 if not (0 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS):
                     raise ConfigError(
-                        f"{self.path}, line {number}: tokens must be >= 0 and <= {_MOST_TOKENS:,}"
+                        f"{self.path}, line {number}: tokens must be >= 0 and <= {_MOST_TOKENS:,}, "
+                        f"got {prompt} and {output}"
                     )
                 before = arrival
                 yield arrival, prompt, output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -525,3 +527,187 @@ def test_it_runs_as_a_module_and_says_when_numpy_is_missing():
         [sys.executable, "-m", "dllm_sched", "--help"], capture_output=True, text=True, check=True
     )
     assert all(command in done.stdout for command in ("simulate", "compare", "tune"))
+
+
+# --- what a stranger broke ------------------------------------------------------------------------
+
+HEADER = "arrival_s,prompt_tokens,output_tokens\n"
+ROWS = "".join(f"{5 * i}.0,10,64\n" for i in range(30))
+
+
+def test_a_trace_may_have_a_bom_crlf_or_be_packed_under_any_name(run, tmp_path):
+    path = tmp_path / "trace"
+    found = set()
+    for data in (
+        (HEADER + ROWS).encode(),
+        b"\xef\xbb\xbf" + (HEADER + ROWS).replace("\n", "\r\n").encode(),
+        gzip.compress((HEADER + ROWS).encode()),
+    ):
+        path.write_bytes(data)
+        code, out, err = run("simulate", "--workload", "trace", "--trace", path, "--json")
+        assert (code, err) == (0, "")
+        found.add(out)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\x1f\x8b\x08\0" + b"xx" * 200, "cannot be read"),
+        (HEADER.encode() + b"0,1.5,3\n", "line 2: arrival_s must be a number, tokens whole"),
+        (HEADER.encode() + b"0,1,-3\n", "got 1 and -3"),
+        (HEADER.encode(), "trace.csv: it has a header and no requests"),
+        (HEADER.upper().encode() + ROWS.encode(), "the header must be"),
+        (HEADER.encode("utf-16"), "cannot be read"),
+        (b"", "the file is empty"),
+    ],
+)
+@pytest.mark.parametrize("command", ["simulate", "compare", "tune"])
+def test_a_bad_trace_is_one_line(run, tmp_path, command, data, message):
+    path = tmp_path / "trace.csv"
+    path.write_bytes(data)
+    code, out, err = run(command, "--workload", "trace", "--trace", path, "--json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_a_trace_is_a_plain_file(run, tmp_path):
+    for name, message in ((tmp_path, "it is a folder"), (os.devnull, "no plain file")):
+        code, _, err = run("simulate", "--workload", "trace", "--trace", name)
+        assert (code, err.count("\n")) == (2, 1)
+        assert message in err
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "tune"])
+def test_a_short_trace_is_a_burst_and_no_unstable_load(run, tmp_path, command):
+    path = tmp_path / "burst.csv"
+    path.write_text(HEADER + "".join(f"{i * 1e-4:.4f},10,64\n" for i in range(20)))
+    code, out, _ = run(command, "--workload", "trace", "--trace", path)
+    assert code == 0
+    assert "unstable" not in out
+    assert ("a burst" in out) is (command != "tune")
+    code, out, _ = run(command, "--workload", "trace", "--trace", path, "--json")
+    assert json.loads(out)["unstable"] is False
+    # The same rate over a time that counts is one.
+    path.write_text(HEADER + "".join(f"{i * 0.01:.4f},10,64\n" for i in range(4000)))
+    small = ("--batch-sizes", "8") if command == "tune" else ()
+    code, out, _ = run(command, "--workload", "trace", "--trace", path, *small)
+    assert code == 3
+    assert "a burst" not in out
+
+
+def test_outputs_do_not_overwrite_inputs_or_each_other(run, tmp_path):
+    trace = tmp_path / "trace.csv"
+    trace.write_text(HEADER + ROWS)
+    steps = tmp_path / "steps.csv"
+    steps.write_text("100\n")
+    config = tmp_path / "run.toml"
+    config.write_text("load = 0.5\nrequests = 50\n")
+    work = ("--load", 0.5, "--requests", 50)
+    for arguments in (
+        ("--workload", "trace", "--trace", trace, "--csv", trace),
+        (*work, "--work", f"steps:{steps}", "--csv", tmp_path / "." / "steps.csv"),
+        (*work, "--csv", tmp_path / "both.png", "--plot", tmp_path / "both.png"),
+        ("--config", config, "--csv", config),
+    ):
+        code, out, err = run("simulate", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "is the file of --" in err
+    assert trace.read_text() == HEADER + ROWS
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--plot", "", "the name of a file expected"),
+        ("--csv", "", "the name of a file expected"),
+        ("--config", "", "--config"),
+        ("--plot", "x.png/", "it is a folder"),
+        ("--csv", "a\0b", "no file can be called"),
+    ],
+)
+def test_what_no_file_can_be_called(run, option, value, message):
+    code, out, err = run("simulate", *QUICK, "--load", 0.5, option, value)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "message"),
+    [
+        ("compare", "policy = 3", "policy must be a text"),
+        ("compare", "policy = ['continuous', 3]", "policy must be a text"),
+        ("compare", "plot = ['a.png', 'b.png']", "'plot' must be one value"),
+        ("simulate", "work = ['gsm8k']", "'work' must be one value"),
+        ("compare", "batch-size = 8\nbatch_size = 16", "given twice"),
+        ("simulate", "policies = [{ name = 'continuous', batch_size = '4' }]", "policy continuous"),
+        ("compare", "policies = [{ name = 'continuous', batch_size = true }]", "a whole number"),
+        ("compare", "policies = [{ name = 'fixed_fill', timeout_s = 'x' }]", "policy fixed_fill"),
+    ],
+)
+def test_wrong_types_in_a_file_name_the_file_and_the_key(run, tmp_path, command, text, message):
+    path = tmp_path / "run.toml"
+    path.write_text(f"load = 0.5\nrequests = 50\n{text}\n")
+    code, out, err = run(command, "--config", path, "--json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert str(path) in err
+    assert message in err
+
+
+def test_two_batch_sizes_for_one_policy_are_refused(run, tmp_path):
+    path = tmp_path / "run.toml"
+    policy = 'load = 0.5\nrequests = 100\npolicies = [{ name = "continuous", batch_size = 4 }]\n'
+    path.write_text(policy)
+    code, _, err = run("simulate", "--config", path, "--batch-size", 8)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--batch-size 8: the policy of --config has its own batch_size = 4" in err
+    assert run("simulate", "--config", path)[0] == 0
+    # Another policy instead, or several that may differ: no conflict.
+    assert run("simulate", "--config", path, "--batch-size", 8, "--preset", "continuous")[0] == 0
+    assert run("compare", "--config", path, "--batch-size", 8)[0] == 0
+    path.write_text("batch-size = 8\n" + policy)
+    assert run("simulate", "--config", path)[0] == 2
+
+
+def test_an_argument_of_a_policy_is_given_once(run):
+    policy = "fixed_fill:timeout_s=1,timeout_s=2"
+    code, _, err = run("compare", "--load", 0.5, "--policy", policy)
+    assert code == 2
+    assert "timeout_s is given twice" in err
+
+
+def test_libraries_add_no_lines_of_their_own(run, tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_text("rows,tokens,seconds\n1,0,1e300\n16,0,1e300\n")
+    code, _, err = run("simulate", "--load", 0.5, "--service", f"table:{path}")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+def test_a_chain_that_never_rests_is_refused(run):
+    chain = ("--workload", "mmpp", "--mmpp", "1,2,1e9,1e9")
+    code, _, err = run("simulate", *QUICK, "--load", 0.5, *chain)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "times per arrival" in err
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT") or os.name != "posix", reason="needs signals")
+def test_ctrl_c_in_a_long_run_is_one_line():
+    command = [sys.executable, "-m", "dllm_sched", "simulate", "--requests", "10000000"]
+    running = subprocess.Popen(
+        [*command, "--load", "0.5", "--progress"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert running.stderr is not None
+    running.stderr.read(1)  # the first progress
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, b"")
+    assert err.split(b"\r\x1b[K")[-1] == b"dllm-sched: interrupted\n"
+
+
+def test_progress_counts_while_a_capacity_is_measured_and_while_it_runs(run, monkeypatch):
+    monkeypatch.setattr(cli, "_SAY_EVERY_S", 0.0)
+    err = run("simulate", *QUICK, "--load", 0.5, "--progress")[2]
+    assert "measuring the capacity of continuous: 1,999 of 2,000 requests" in err
+    assert "299 requests, " in err
+    err = run("compare", *QUICK, "--load", 0.5, "--progress", "--policy", "continuous")[2]
+    assert "299 requests, " in err

@@ -206,3 +206,9 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"dllm-sched\[plot\]"):
         plots.step_histogram(StepHistogram(), caption=CAPTION)
+
+
+def test_a_long_caption_is_cut(tmp_path):
+    figure = plots.step_histogram(StepHistogram(), caption="word " * 3000)
+    plots.save(figure, tmp_path / "long.png")
+    assert any(text.get_text().endswith("...") for text in figure.texts)

@@ -19,6 +19,7 @@ from dllm_sched.sim.tuning import (
     at_once,
     candidates,
     compare,
+    is_burst,
     latency_bound,
     mean_rate,
     saturated_rate,
@@ -290,3 +291,74 @@ def test_bad_arguments_are_named():
         tune(traffic(1.0), service=SERVICE, batch_sizes=(0,))
     with pytest.raises(ConfigError, match="unknown policy 'best'"):
         tune(traffic(1.0), service=SERVICE, presets=("best",))
+
+
+def test_many_slots_are_measured_with_fewer_requests_and_as_well():
+    slots = 1024
+    arguments = {
+        "policy": presets.continuous(slots),
+        "capacity": Capacity(max_num_seqs=slots),
+        "service": SERVICE,
+    }
+    seen = []
+    workload = OpenLoop(Poisson(1.0), gsm8k())
+    rate = saturated_rate(workload, progress=lambda *each: seen.append(each), **arguments)
+    assert seen[-1] == (20 * slots, 20 * slots)
+    assert rate == pytest.approx(slots / (290.39 * STEP_S), rel=0.02)
+
+
+def test_long_requests_whose_blocks_are_reported_are_measured_with_few():
+    shapes = Shapes(Fixed(4000), decoder=EvenSteps(1))
+    capacity = Capacity(max_num_seqs=4, num_pages=10**6, memory=GrowingKV(page_size=32))
+    seen = []
+    rate = saturated_rate(
+        OpenLoop(Poisson(1.0), shapes),
+        policy=presets.continuous(4),
+        capacity=capacity,
+        service=Constant(0.5),
+        progress=lambda *each: seen.append(each),
+    )
+    assert len(seen) == 250  # of 2000
+    assert rate == pytest.approx(4 / (4000 * 0.5), rel=1e-9)
+
+
+def test_a_burst_is_what_is_over_before_one_batch():
+    work = Work(10, 32, 32, 1, 1, (1,))
+    burst = [(0.1 * i, work) for i in range(10)]
+    assert is_burst(burst, 1.0, 16)
+    assert is_burst([(100.0 + at, each) for at, each in burst], 1.0, 16)
+    assert is_burst(SpedUp(burst, 2.0), 1.0, 16)
+    assert not is_burst(burst, 100.0, 16)
+    assert not is_burst(traffic(1e9, 10), 1.0, 16)  # its rate is known
+    assert not is_burst(SpedUp(traffic(1e9, 10), 2.0), 1.0, 16)
+    found = tune(burst, service=SERVICE, batch_sizes=(16,), presets=("continuous",))
+    assert found.recommended is not None
+    assert found.recommended.headroom >= 1
+    found = tune(
+        burst, service=SERVICE, batch_sizes=(16,), presets=("continuous",), target_p99_s=9.0
+    )
+    assert found.recommended is not None
+
+
+def test_what_can_be_iterated_once_only_is_refused():
+    arguments = {"capacity": Capacity(max_num_seqs=4), "service": SERVICE}
+    with pytest.raises(ConfigError, match="only once"):
+        compare({"a": presets.continuous(4)}, iter(traffic(1.0)), **arguments)
+    with pytest.raises(ConfigError, match="only once"):
+        tune(iter(traffic(1.0)), service=SERVICE)
+    with pytest.raises(ConfigError, match="only once"):
+        SpedUp(iter(traffic(1.0)), 2.0)
+    with pytest.raises(ConfigError, match="sequence of names"):
+        tune(traffic(1.0), service=SERVICE, presets="continuous")
+
+
+def test_timeouts_share_one_measurement(monkeypatch):
+    calls = []
+
+    def measured(*_, **options):
+        calls.append(options["policy"].name)
+        return 2.0
+
+    monkeypatch.setattr("dllm_sched.sim.tuning.saturated_rate", measured)
+    tune(traffic(0.2, 100), service=SERVICE, batch_sizes=(4, 8))
+    assert sorted(calls) == ["block_refill"] * 2 + ["continuous"] * 2 + ["fixed_fill"] * 2

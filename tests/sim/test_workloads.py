@@ -261,9 +261,9 @@ def test_options_of_a_trace(tmp_path, name):
     [
         ("1.0,5", "line 3: 3 fields"),
         ("1.0,5,6,7", "line 3: 3 fields"),
-        ("one,5,6", "line 3: could not convert"),
-        ("1.0,5.5,6", "line 3: invalid literal"),
-        ("1.0,5,", "line 3: invalid literal"),
+        ("one,5,6", "line 3: arrival_s must be a number"),
+        ("1.0,5.5,6", "line 3: .*tokens whole numbers"),
+        ("1.0,5,", "line 3: .*tokens whole numbers"),
         ("-1.0,5,6", "line 3: arrival_s"),
         ("nan,5,6", "line 3: arrival_s"),
         ("inf,5,6", "line 3: arrival_s"),
@@ -301,7 +301,7 @@ def test_malformed_files(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("0,600,x,1,Gamma", "line 2: could not"),
+        ("0,600,x,1,Gamma", "line 2: client must be"),
         ("0,600,1,0,Gamma", "line 2: needs"),
         ("0,600,1,1,Normal", "line 2: needs"),
         ("0,600,nan,1,Gamma", "line 2: needs"),
@@ -446,3 +446,15 @@ def test_burstiness_by_hand():
 def test_bad_arguments(call):
     with pytest.raises(ConfigError):
         call()
+
+
+def test_a_chain_that_changes_all_the_time_is_refused():
+    fast = MMPP.two_state(1.0, 2.0, leave_first=1e9, leave_second=1e9)
+    with pytest.raises(ConfigError, match="times per arrival"):
+        next(fast.times(0))
+
+
+def test_burstiness_of_a_span_with_too_many_windows_is_refused():
+    with pytest.raises(ConfigError, match="longer windows_s"):
+        burstiness([0.0, 1.0, 1e12])
+    assert burstiness([0.0, 1.0, 1e12], windows_s=[1e9]).num_arrivals == 3
