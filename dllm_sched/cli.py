@@ -1,8 +1,9 @@
-"""The command line: ``dllm-sched simulate | compare | tune``, also ``python -m dllm_sched``.
+"""The command line: ``dllm-sched simulate | compare | tune | replay``, or ``python -m dllm_sched``.
 
-Try a policy on traffic in virtual time before it serves anybody. Exit codes: 0 all went well; 2 the
-arguments cannot work, or an output cannot be written (one line on stderr says why); 3 the answer is
-that no policy keeps up; 130 interrupted.
+Try a policy on traffic in virtual time before it serves anybody, or make the decisions of a
+recorded run again. Exit codes: 0 all went well; 1 a replay decided otherwise; 2 the arguments
+cannot work, or an output cannot be written (one line on stderr says why); 3 the answer is that no
+policy keeps up; 130 interrupted.
 
 A TOML file (``--config``) may hold the same options by their long names, and ``policies``, a list
 of tables with the ``name`` of a preset and its arguments; what the command line says wins::
@@ -24,7 +25,7 @@ import sys
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -138,6 +139,10 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
         _add_traffic(command, whose[command])
         _add_engine(command)
         _add_output(command)
+    again = commands.add_parser("replay", help="make a journal's decisions again, and compare")
+    again.add_argument("journal", metavar="FILE", help="what a JournaledScheduler wrote")
+    again.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    again.add_argument("--progress", action="store_true", help="on stderr; default on a terminal")
     return parser, {"simulate": one, "compare": several, "tune": search}
 
 
@@ -215,6 +220,8 @@ def _configured(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse; what the file says is the default of what the command line does not."""
     parser, commands = _parser()
     options = parser.parse_args(arguments)
+    if options.command == "replay":
+        return options
     policies: list[tuple[str, dict[str, Any]]] = []
     if options.config is not None:
         values, policies = _from_file(options)
@@ -765,6 +772,13 @@ class _Progress:
         self.say(f"measuring the capacity of {of}")
         return told
 
+    def lines(self, file: Iterable[str]) -> Iterator[str]:
+        """The same lines; says at times how many have come."""
+        for number, line in enumerate(file, 1):
+            if self._due():
+                self.say(f"{number:,} lines")
+            yield line
+
     def counting(self, workload: Requests, of: str = "") -> Requests:
         """The same requests; says at times how many have come."""
 
@@ -1135,10 +1149,31 @@ def _tune(options: argparse.Namespace, progress: _Progress) -> int:
     return 0 if found.recommended is not None else 3
 
 
+def _replay(options: argparse.Namespace, progress: _Progress) -> int:
+    from dllm_sched.journal import replay  # noqa: PLC0415
+
+    with Path(options.journal).open(encoding="utf-8") as file:
+        found = replay(progress.lines(file))
+    progress.done()
+    different = found.difference
+    told = f"{found.num_calls:,} calls, {found.num_requests:,} requests, {found.num_steps:,} steps"
+    if different is None:
+        text = f"{told}: every decision is the same"
+    else:
+        text = (
+            f"{told}: line {different.line} differs\n"
+            f"recorded    {different.recorded}\nrecomputed  {different.recomputed}"
+        )
+    figures = found._asdict() | {"difference": None if different is None else different._asdict()}
+    _print(options, figures, text)
+    return 0 if different is None else 1
+
+
 _COMMANDS: dict[str, Callable[[argparse.Namespace, _Progress], int]] = {
     "simulate": _simulate,
     "compare": _compare,
     "tune": _tune,
+    "replay": _replay,
 }
 
 
@@ -1149,8 +1184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; None: this process's.
 
     Returns:
-        The exit code: 0, 2 (arguments), 3 (no policy keeps up, or meets the target) or 130
-        (interrupted).
+        The exit code: 0, 1 (a replay differs), 2 (arguments), 3 (no policy keeps up, or meets the
+        target) or 130 (interrupted).
     """
     progress: _Progress | None = None
     try:

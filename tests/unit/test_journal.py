@@ -31,6 +31,7 @@ from dllm_sched import (
     RowFate,
     RowFinished,
     StepOutcome,
+    cli,
     presets,
 )
 from dllm_sched.journal import JournaledScheduler, replay, restore
@@ -470,3 +471,39 @@ def test_a_killed_process_leaves_its_requests(tmp_path):
     back = restore(path, tmp_path / "next.jsonl", now=0.0)
     back.scheduler.close()
     assert [request.id for request in back.requests] == ["a", "b"]
+
+
+def replayed(capsys: Any, *arguments: Any) -> tuple[int, str, str]:
+    code = cli.main(["replay", *map(str, arguments)])
+    return (code, *capsys.readouterr())
+
+
+def test_the_command_line_replays(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    policies = {"plain": POLICIES["plain"], "timed": POLICIES["timed"]}
+    lines = Play(1, policies).run(60)
+    path.write_text("".join(lines))
+    code, out, err = replayed(capsys, path)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{len(lines) - 1} calls, ")
+    assert out.endswith("every decision is the same\n")
+    code, out, _ = replayed(capsys, path, "--json")
+    assert json.loads(out)["difference"] is None
+
+    wrong = next(n for n, line in enumerate(lines) if '"wake_at":"inf"' in line)
+    lines[wrong] = lines[wrong].replace('"wake_at":"inf"', '"wake_at":7.5')
+    path.write_text("".join(lines))
+    code, out, _ = replayed(capsys, path)
+    assert code == 1
+    assert f"line {wrong + 1} differs\nrecorded    {lines[wrong]}recomputed  " in out
+    code, out, _ = replayed(capsys, path, "--json")
+    assert (code, json.loads(out)["difference"]["line"]) == (1, wrong + 1)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b"hello\n", b'["journal",1]\n'])
+def test_the_command_line_says_in_one_line_what_is_no_journal(tmp_path, capsys, content):
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    code, out, err = replayed(capsys, path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
