@@ -37,6 +37,8 @@ class _Tenant(NamedTuple):
 
 class _State(NamedTuple):
     virtual: float  # the latest start among those who joined
+    entry: float  # where a tenant starts that is not ahead of ``virtual``; never before it
+    weight: float  # of the tenants whose last request waits
     num_submitted: int
     tenants: Levels  # name -> _Tenant, of those that would not start at ``virtual``
     tags: Levels  # request id -> _Tag
@@ -71,13 +73,16 @@ def _budget(request: Request) -> float:
 class WeightedFairShare(Ordering):
     """Start-time fair queueing among tenants (``Request.tenant``).
 
-    A request starts, in virtual time, where its tenant's last one finishes, but not before the
-    latest start that was served; it finishes ``cost / weight`` later. The smallest start goes
-    first. While two tenants both wait, what they were given (by cost, counted at the join), each
-    over its weight, differs in no interval by more than one largest request of each over its
-    weight (cancellations aside, which make room for later requests). A tenant that was idle
-    starts at the present virtual time: it has no credit, and it waits for nobody's backlog. Nobody
-    starves: every start is passed in time.
+    A request starts, in virtual time, where its tenant's last one finishes, and finishes
+    ``cost / weight`` later. The smallest start goes first; the latest start that was served is the
+    virtual time. While two tenants both wait, what they were given (by cost, counted at the join),
+    each over its weight, differs in no interval by more than one largest request of each over its
+    weight (cancellations aside, which make room for later requests).
+
+    A tenant whose last finish the virtual time has passed was idle, and starts at the entry: at
+    the virtual time, or later by what was served since that moved, over the weight of all who
+    wait. So it has no credit, waits for nobody's backlog, and even a stream of ever new tenants
+    leaves nobody behind: every start is passed in time.
 
     A request that ends before it ever ran gives its share back. A preempted one keeps its place.
     After a swap to this ordering, who waited already comes first, by arrival.
@@ -96,8 +101,8 @@ class WeightedFairShare(Ordering):
         ConfigError: If an argument is out of range.
 
     Source:
-        Start-time fair queueing (Goyal, Vin and Cheng, 1997); the share given back and the pruning
-        are our own derivation.
+        Start-time fair queueing (Goyal, Vin and Cheng, 1997); the entry, the share given back and
+        the pruning are our own derivation.
     """
 
     observes = (RequestSubmitted, RequestJoined, RequestFinished)
@@ -108,7 +113,7 @@ class WeightedFairShare(Ordering):
 
     def init(self) -> _State:
         """Start at virtual time 0, with nobody in it."""
-        return _State(0.0, 0, EMPTY, EMPTY)
+        return _State(0.0, 0.0, 0.0, 0, EMPTY, EMPTY)
 
     def key(self, state: _State, rv: RequestView) -> tuple[float, ...]:
         """Return ``(virtual start,)``."""
@@ -132,48 +137,59 @@ class WeightedFairShare(Ordering):
         return self._finished(state, event, tag)
 
     def _joined(self, state: _State, event: RequestJoined, tag: _Tag) -> _State:
-        virtual, num_submitted, tenants, tags = state
-        state = _State(max(virtual, tag.start), num_submitted, tenants, tags)
+        virtual, entry, weight, num_submitted, tenants, tags = state
+        own = self._weight(tag.tenant)
+        virtual = max(virtual, tag.start)
+        entry = max(virtual, entry) + tag.share * own / max(weight, own)
         known: _Tenant | None = get(tenants, tag.tenant)
         if known is None or known.last != event.request_id:
-            return state
+            return _State(virtual, entry, weight, num_submitted, tenants, tags)
+        state = _State(virtual, entry, weight - own, num_submitted, tenants, tags)
         return self._put(state, tag.tenant, known._replace(last=None))
 
     def _finished(self, state: _State, event: RequestFinished, tag: _Tag) -> _State:
-        virtual, num_submitted, tenants, tags = state
+        virtual, entry, weight, num_submitted, tenants, tags = state
         tags = put(tags, event.request_id, GONE)
         if not tags:
             return self.init()  # nobody is there: nobody is ahead or behind
-        state = _State(virtual, num_submitted, tenants, tags)
         known: _Tenant | None = get(tenants, tag.tenant)
         if known is None or event.admitted_at is not None:
-            return state
-        last = None if known.last == event.request_id else known.last
+            return _State(virtual, entry, weight, num_submitted, tenants, tags)
+        last = known.last
+        if last == event.request_id:
+            weight, last = weight - self._weight(tag.tenant), None
+        state = _State(virtual, entry, weight, num_submitted, tenants, tags)
         return self._put(state, tag.tenant, _Tenant(known.finish - tag.share, last, known.serial))
 
     def _start(self, state: _State, tenant: str) -> float:
         known: _Tenant | None = get(state.tenants, tenant)
-        return state.virtual if known is None else max(state.virtual, known.finish)
+        return state.entry if known is None or known.finish <= state.virtual else known.finish
 
     def _submitted(self, state: _State, request: Request) -> _State:
         # Nothing that this ordering observes lies between the key of a submit and its event, so
         # the start is the one that the key said.
         name = request.tenant
         start, share = self._start(state, name), self._share(request)
-        serial = state.num_submitted + 1
-        tags = put(state.tags, request.id, _Tag(start, name, share))
-        state = _State(state.virtual, serial, state.tenants, tags)
+        virtual, entry, weight, num_submitted, tenants, tags = state
+        known: _Tenant | None = get(tenants, name)
+        if known is None or known.last is None:
+            weight += self._weight(name)
+        serial = num_submitted + 1
+        tags = put(tags, request.id, _Tag(start, name, share))
+        state = _State(virtual, entry, weight, serial, tenants, tags)
         return self._put(state, name, _Tenant(start + share, request.id, serial))
 
     @staticmethod
     def _put(state: _State, name: str, tenant: _Tenant) -> _State:
-        virtual, num_submitted, tenants, tags = state
+        virtual, entry, weight, num_submitted, tenants, tags = state
         oldest = num_submitted - _REMEMBERED
 
         def stays(one: _Tenant) -> bool:
-            return one.finish > virtual and (one.last is not None or one.serial > oldest)
+            return one.last is not None or (one.finish > virtual and one.serial > oldest)
 
-        return _State(virtual, num_submitted, put(tenants, name, tenant, stays), tags)
+        return _State(
+            virtual, entry, weight, num_submitted, put(tenants, name, tenant, stays), tags
+        )
 
     def _share(self, request: Request) -> float:
         cost = self.cost(request)
@@ -182,4 +198,7 @@ class WeightedFairShare(Ordering):
                 f"WeightedFairShare: the cost of request {request.id!r} must be a finite number "
                 f"> 0, got {cost!r}"
             )
-        return cost / self.weights.get(request.tenant, self.default_weight)
+        return cost / self._weight(request.tenant)
+
+    def _weight(self, tenant: str) -> float:
+        return self.weights.get(tenant, self.default_weight)

@@ -49,35 +49,45 @@ class Reference:
 
     def tags(self):
         """Every request's (start, arrival), each worked out from the events before its own."""
-        starts, given_back, now, last, active = {}, {}, Fraction(0), {}, set()
+        starts, info, now, door, last = {}, {}, Fraction(0), Fraction(0), {}
+        active, waiting, newest = set(), set(), {}
         for number, event in enumerate(self.log):
             if isinstance(event, RequestSubmitted):
                 name, tenant = event.request.id, event.request.tenant
-                active.add(name)
-                begin = max([now, *[last[t] for t in last if t == tenant]])
+                weight, share = self.costs(event.request)
+                begin = last[tenant] if tenant in last and last[tenant] > now else door
                 starts[name] = (begin, number)
-                given_back[name] = (tenant, self.costs(event.request))
-                last[tenant] = begin + self.costs(event.request)
+                info[name] = (tenant, weight, share)
+                last[tenant], newest[tenant] = begin + share, name
+                active.add(name)
+                waiting.add(name)
             elif isinstance(event, RequestJoined):
+                tenant, weight, share = info[event.request_id]
+                there = sum(info[one][1] for one in newest.values() if one in waiting)
                 now = max(now, starts[event.request_id][0])
-            elif isinstance(event, RequestFinished) and event.admitted_at is None:
-                tenant, cost = given_back[event.request_id]
-                last[tenant] -= cost
-            if isinstance(event, RequestFinished):
+                door = max(now, door) + share * weight / max(there, weight)
+                waiting.discard(event.request_id)
+            elif isinstance(event, RequestFinished):
+                if event.admitted_at is None:
+                    tenant, _, share = info[event.request_id]
+                    last[tenant] -= share
                 active.discard(event.request_id)
+                waiting.discard(event.request_id)
                 if not active:  # a new busy period begins as the first one did
-                    now, last = Fraction(0), {}
+                    now, door, last, newest = Fraction(0), Fraction(0), {}, {}
         return starts
 
-    def first(self, waiting):
+    def is_first(self, name, waiting):
         starts = self.tags()
-        return min(waiting, key=lambda name: starts[name])
+        first = min(waiting, key=lambda one: starts[one])
+        return name == first or abs(starts[name][0] - starts[first][0]) < Fraction(1, 10**9)
 
 
 def costs_of(ordering):
     def cost(one):
         weight = ordering.weights.get(one.tenant, ordering.default_weight)
-        return Fraction(one.max_new_tokens // one.block_length) / Fraction(weight)
+        weight = Fraction(weight)
+        return weight, Fraction(one.max_new_tokens // one.block_length) / weight
 
     return cost
 
@@ -91,7 +101,7 @@ def test_every_join_is_the_one_of_exact_arithmetic(seed):
 
     def watch(event):
         if isinstance(event, RequestJoined):
-            assert event.request_id == reference.first(waiting)
+            assert reference.is_first(event.request_id, waiting)
             waiting.remove(event.request_id)
             joined.append(event.request_id)
         elif isinstance(event, RequestSubmitted):
@@ -184,6 +194,61 @@ def test_no_interval_breaks_the_fairness_bound(slots, seed):
         assert max(gaps) - min(gaps) <= bound
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_holds_for_tenants_that_always_come_again(seed):
+    rng, log, waiting, info = random.Random(seed), [], dict.fromkeys("abcd", 0), {}
+
+    def watch(event):
+        if isinstance(event, RequestJoined):
+            log.append(info[event.request_id])
+            waiting[info[event.request_id][0]] -= 1
+
+    sched = Scheduler(
+        capacity=Capacity(max_num_seqs=1),
+        policy=Policy(ordering=WeightedFairShare(WEIGHTS)),
+        observers=[watch],
+    )
+
+    def submit(tenant, blocks):
+        name = f"r{len(info)}"
+        info[name] = (tenant, blocks)
+        waiting[tenant] += 1
+        sched.submit(request(name, tenant, blocks), now=0.0)
+
+    for _ in range(400):
+        for tenant in "abc":
+            while waiting[tenant] < rng.choice((1, 1, 2, 5)):
+                submit(tenant, rng.randint(1, 6))
+        if rng.random() < 0.3:
+            submit("d", 1)
+        batch = sched.next_step(now=0.0).batch
+        ended = StepOutcome((RowFinished(0, FinishReason.EOS),))
+        sched.complete_step(batch, ended, now=0.0)
+    for one, other in itertools.combinations("abc", 2):
+        gap, gaps = 0.0, [0.0]
+        for tenant, cost in log:
+            gap += cost / WEIGHTS.get(tenant, 1.0) * ((tenant == one) - (tenant == other))
+            gaps.append(gap)
+        assert max(gaps) - min(gaps) <= 6 / WEIGHTS[one] + 6 / WEIGHTS[other] + 1e-9
+
+
+def test_ever_new_tenants_starve_nobody():
+    sched = Scheduler(
+        capacity=Capacity(max_num_seqs=1), policy=Policy(ordering=WeightedFairShare())
+    )
+    served = {}
+    for index in range(3):
+        sched.submit(request(f"a{index}", "a"), now=0.0)
+    for step in range(100):
+        for index in range(2):  # twice as many as can be served
+            sched.submit(request(f"{step}.{index}", f"tenant {step}.{index}"), now=0.0)
+        batch = sched.next_step(now=0.0).batch
+        served[batch.rows[0].request.id] = step
+        ended = StepOutcome((RowFinished(0, FinishReason.EOS),))
+        sched.complete_step(batch, ended, now=0.0)
+    assert [served[f"a{index}"] for index in range(3)] == [0, 13, 44]
+
+
 def test_weights_are_shares_of_the_joins():
     joins = backlog([("a", 1)] * 60 + [("b", 1)] * 60)
     first = [tenant for tenant, _ in joins[:60]]
@@ -205,7 +270,7 @@ def test_an_idle_tenant_has_no_credit_and_no_debt():
         serve(f"a{index}")
     for index in range(3):  # b slept through five of a's: it gets every other slot, not five
         sched.submit(request(f"b{index}", "b"), now=0.0)
-    for name in ("b0", "a5", "b1", "a6", "b2", "a7"):
+    for name in ("a5", "b0", "a6", "b1", "a7", "b2"):
         serve(name)
 
 
