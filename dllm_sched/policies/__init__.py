@@ -34,6 +34,7 @@ from dllm_sched.policies.denoising_surface import (
 from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
 from dllm_sched.policies.energy import EnergyFill
 from dllm_sched.policies.eviction import PastDeadline, StepCap, YoungestFirst
+from dllm_sched.policies.exclusive import ExclusivePhases
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import Prefetch, PrefetchNextBlock
 from dllm_sched.policies.optimus import ChunkWidth
@@ -98,6 +99,7 @@ __all__ = [
     "EmaRate",
     "EnergyFill",
     "Eviction",
+    "ExclusivePhases",
     "FewestBlocks",
     "Fill",
     "FilteredMeanRate",

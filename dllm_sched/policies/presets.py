@@ -17,6 +17,7 @@ from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost,
 from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
 from dllm_sched.policies.energy import EnergyFill
 from dllm_sched.policies.eviction import PastDeadline, YoungestFirst
+from dllm_sched.policies.exclusive import ExclusivePhases
 from dllm_sched.policies.fair_share import WeightedFairShare
 from dllm_sched.policies.herald import PrefetchNextBlock
 from dllm_sched.policies.optimus import ChunkWidth
@@ -37,6 +38,7 @@ from dllm_sched.policies.wait import (
 )
 from dllm_sched.request import Request
 from dllm_sched.theory._check import not_negative, positive
+from dllm_sched.theory.exclusive import empty_slots, threshold
 from dllm_sched.theory.ladder import GSM8K_BLOCKS
 from dllm_sched.theory.thresholds import Grid
 from dllm_sched.theory.wait import TrafficType
@@ -50,6 +52,7 @@ __all__ = [
     "dllm_serve",
     "dws",
     "energy_fill",
+    "exclusive",
     "fair_share",
     "fixed_fill",
     "fixed_fill_online",
@@ -386,6 +389,39 @@ def energy_fill(
     )
 
 
+def exclusive(
+    batch_size: int,
+    count: int | None = None,
+    *,
+    hazard: float = 1 / 291,
+    prefill_base_s: float = 1.0,
+    decode_base_s: float = 1.0,
+) -> Policy:
+    """Prefills and refreshes never share a step with rows that reuse their cache.
+
+    Args:
+        batch_size: Rows, >= 1.
+        count: Slots without a decoding row at which the others get a step, 1 to ``batch_size``;
+            None: the best one for the figures below.
+        hazard: Probability that a row finishes in a step, in (0, 1); default: the GSM8K answers of
+            "Serving Masked Diffusion LLMs".
+        prefill_base_s: Fixed cost of a step of prefills, > 0, seconds.
+        decode_base_s: Fixed cost of a step of the others, > 0, seconds; only the ratio counts.
+
+    Source:
+        "Threshold-Based Exclusive Batching" (arXiv 2606.00516), seen second hand; see
+        ``ExclusivePhases`` and ``theory.exclusive``.
+    """
+    theta = threshold(hazard=hazard, prefill_base_s=prefill_base_s, decode_base_s=decode_base_s)
+    best = empty_slots(theta, batch_size) if count is None else count
+    return Policy(
+        admission=Slots(batch_size),
+        composition=ExclusivePhases(batch_size, best),
+        eviction=PastDeadline(),
+        name="exclusive",
+    )
+
+
 def tediserve(
     batch_size: int,
     *,
@@ -591,6 +627,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         tediserve,
         request_router,
         energy_fill,
+        exclusive,
         wait,
         nested_wait,
         dllm_serve,
