@@ -201,7 +201,8 @@ def simulate(
         phases: Report that a row no longer prefills after its first step, so that ``num_tokens`` of
             the service model holds its prompt once only.
         jump: Take the steps of a horizon at once; False: one by one (the same, slower).
-        until_s: Take no arrivals after this instant, seconds; what has arrived is served.
+        until_s: Take no arrivals after this instant, seconds, of open and closed loops; what has
+            arrived is served.
         max_waiting: When more than this many wait the run is stopped and called unstable, >= 1.
         make_request: ``(id, work, arrival_s) -> Request`` with ``payload=work``, for priorities,
             deadlines, classes; None: a plain request.
@@ -326,14 +327,13 @@ class _Run:
                 self.coming_at, _, self.coming, self.client = heappop(self.queue)
             return
         last = self.coming_at
-        at, self.coming = next(self.source, _NONE)
-        if at > self.until_s or at == _INF:
-            at = _INF
-        elif not at >= last:
+        found = next(self.source, _NONE)
+        at, self.coming = found
+        if not last <= at < _INF and found is not _NONE:
             raise ConfigError(
-                f"simulate: arrivals must be finite and in order, got {at!r} after {last!r}"
+                f"simulate: arrivals must be finite, >= 0 and in order, got {at!r} after {last!r}"
             )
-        self.coming_at = at
+        self.coming_at = at if at <= self.until_s else _INF
 
     def _submit(self) -> None:
         """Hand the coming request over at its own instant."""
@@ -361,7 +361,7 @@ class _Run:
                 self._later(arrival)
         else:
             self.source = iter(workload)
-            self.coming_at = -_INF
+            self.coming_at = 0.0
             self._advance()
         scheduler = self.scheduler
         while True:
@@ -402,9 +402,7 @@ class _Run:
         tokens = scheduler.tokens_in_rows if whole else sum(row.max_tokens for row in rows)
         step_s = self.service.step_s(num_rows, tokens)
         if step_s != self.step_s or self.now != self.run_end:
-            # Instants are counted from where equal steps began, so that they come out the same to
-            # the last bit however many steps are taken at once.
-            self.step_s, self.run_start, self.run_steps = step_s, self.now, 0
+            self._begin_run(step_s, num_rows, tokens)
         if self.waits is not None:
             self._wait(self.waits, batch)
         steps: float = 1
@@ -430,6 +428,18 @@ class _Run:
         update = scheduler.complete_step(batch, outcome, now=end, steps=count)
         if update.finished or update.released:
             self._told(update)
+
+    def _begin_run(self, step_s: float, num_rows: int, tokens: int) -> None:
+        """Count instants from where equal steps begin.
+
+        So they come out the same to the last bit however many steps are taken at once.
+        """
+        if not 0 < step_s < _INF:
+            raise ConfigError(
+                f"simulate: {self.service!r} says {step_s!r} s for a step of {num_rows} rows and "
+                f"{tokens} tokens; it must be finite and > 0"
+            )
+        self.step_s, self.run_start, self.run_steps = step_s, self.now, 0
 
     def _wait(self, waits: Waits, batch: StepBatch) -> None:
         """Put off the steps that are about to run until what they need is there."""
@@ -491,6 +501,8 @@ class _Run:
 
     def _later(self, arrival: Any) -> None:
         at = arrival.arrival_s
+        if at > self.until_s:
+            return
         heappush(self.queue, (at, arrival.client, arrival.work, arrival.client))
         if at < self.coming_at:
             if self.coming_at != _INF:

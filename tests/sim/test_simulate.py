@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dllm_sched import Capacity, ConfigError, FinishReason, GrowingKV, Policy, Request, presets
-from dllm_sched.events import Event, RequestFinished, RequestJoined, to_json
+from dllm_sched.events import Event, RequestFinished, RequestJoined, RequestSubmitted, to_json
 from dllm_sched.policies import PastDeadline, StepCap, YoungestFirst
 from dllm_sched.sim.arrivals import Poisson
 from dllm_sched.sim.service import Constant, Linear, ServiceModel
@@ -216,12 +216,46 @@ def test_bad_arguments_are_named() -> None:
     work = Work(10, 32, 32, 1, 1, (1,))
     with pytest.raises(ConfigError, match=r"in order, got 1\.0 after 2\.0"):
         run([(2.0, work), (1.0, work)])
-    with pytest.raises(ConfigError, match="finite and in order"):
-        run([(float("nan"), work)])
+    for wrong in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ConfigError, match="finite, >= 0 and in order"):
+            run([(wrong, work)])
+    impossible = work._replace(num_steps=2)
+    with pytest.raises(ConfigError, match="r0 needs what cannot be"):
+        run([(0.0, impossible)])
     with pytest.raises(ConfigError, match="max_waiting"):
         run(max_waiting=0)
     with pytest.raises(ConfigError, match="until_s"):
         run(until_s=float("nan"))
+
+
+@pytest.mark.parametrize("step_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_steps_that_take_no_time_or_no_number_are_refused(step_s: float) -> None:
+    class Odd(ServiceModel):
+        def step_s(self, num_rows: int, num_tokens: int) -> float:
+            return step_s
+
+    with pytest.raises(ConfigError, match="s for a step of 1 rows"):
+        simulate(
+            [(0.0, Work(10, 32, 32, 1, 1, (1,)))],
+            policy=presets.continuous(4),
+            capacity=Capacity(max_num_seqs=4),
+            service=Odd(),
+        )
+
+
+def test_a_closed_loop_ends_at_an_instant() -> None:
+    events: list[Event] = []
+    result = simulate(
+        ClosedLoop(3, gsm8k(), think_s=1.0),
+        policy=presets.continuous(2),
+        capacity=Capacity(max_num_seqs=2),
+        service=Constant(0.02),
+        until_s=100.0,
+        observers=[events.append],
+    )
+    last = max(event.at for event in events if isinstance(event, RequestSubmitted))
+    assert 90.0 < last <= 100.0
+    assert result.num_requests == result.counts.submitted > 20
 
 
 def test_figures_are_plain_numbers_even_when_nobody_came() -> None:
