@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dllm_sched.batch import Knobs
+from dllm_sched.batch import NO_KNOBS, Knobs
 from dllm_sched.capacity import Capacity
-from dllm_sched.errors import ConfigError, DllmSchedError, PolicyError
+from dllm_sched.errors import ConfigError, PolicyError
 from dllm_sched.events import Event, StepCompleted, StepFailed, StepPlanned
 from dllm_sched.policies.base import ALL, Policy, Preempt, Strategy
 from dllm_sched.request import FinishReason, Phase, RequestView
@@ -23,7 +23,17 @@ __all__ = ["STEP_EVENTS", "Asking"]
 STEP_EVENTS = frozenset({StepPlanned, StepCompleted, StepFailed})
 
 _INF = math.inf
+_BIG = 2**53  # beyond it an int is not what the float is that it meets
 _ORDERING, _ADMISSION, _TIMEOUT, _COMPOSITION, _EVICTION, _CONTROL = range(6)
+
+
+def _number(value: Any) -> float:
+    """A number of whatever kind as one that goes with every other; the rest raises."""
+    if type(value) is float or (type(value) is int and -_BIG < value < _BIG):
+        return value
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
 
 
 class Asking:
@@ -73,9 +83,9 @@ class Asking:
             raise ConfigError(
                 f"expected a Policy (see dllm_sched.presets for ready ones), got {policy!r}"
             )
-        policy.validate(capacity)
-        needs = policy.needs
         self.policy = policy
+        self._validate(capacity)
+        needs = policy.needs
         self.max_rows = self._max_rows(policy)
         self.needs_rows = "rows" in needs
         self.needs_blocks = "blocks" in needs
@@ -125,6 +135,14 @@ class Asking:
             for axis, strategy in enumerate(policy.strategies)
         )
 
+    def _validate(self, capacity: Capacity) -> None:
+        try:
+            self.policy.validate(capacity)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"policy {self.policy.name!r}: validate raised {error!r}") from error
+
     def _max_rows(self, policy: Policy) -> float:
         most = policy.admission.max_rows
         if not isinstance(most, int | float) or not most >= 1:
@@ -172,7 +190,7 @@ class Asking:
         if not isinstance(key, tuple):
             raise self.wrong(f"a key must be a tuple of numbers, got {key!r}", view)
         for part in key:
-            if not isinstance(part, int | float) or math.isnan(part):
+            if not isinstance(part, int | float) or part != part:
                 raise self.wrong(f"a key holds numbers, never NaN, got {key!r}", view)
         if self._key_length is None:
             self._key_length = len(key)
@@ -208,7 +226,7 @@ class Asking:
     def due_at(self, counts: SchedulerView) -> float:
         """Ask when a batch of a batch_key must start."""
         try:
-            due = self.policy.timeout.due(self.states[_TIMEOUT], counts)
+            due = _number(self.policy.timeout.due(self.states[_TIMEOUT], counts))
             valid = due <= _INF
         except Exception as error:
             raise self.error("timeout.due", error) from error
@@ -227,7 +245,7 @@ class Asking:
             if answer is ALL:
                 return ALL, None
             chosen: tuple[Any, ...] = tuple(answer)
-        except DllmSchedError:
+        except PolicyError:
             raise
         except Exception as error:
             raise self.error("composition.select", error) from error
@@ -252,7 +270,7 @@ class Asking:
         if not self.limits:
             return (_INF, _INF)
         try:
-            instant, steps = self.policy.eviction.limits(view)
+            instant, steps = map(_number, self.policy.eviction.limits(view))
             valid = instant <= _INF and steps >= 1
         except Exception as error:
             raise self.error("eviction.limits", error, view) from error
@@ -281,7 +299,7 @@ class Asking:
                     raise self.wrong(f"victims must return running rows, each once; got {one[0]!r}")
                 seen.add(one[0].sequence)
                 yield one
-        except DllmSchedError:
+        except PolicyError:
             raise
         except Exception as error:
             raise self.error("eviction.victims", error) from error
@@ -293,8 +311,15 @@ class Asking:
         try:
             answer = self.policy.control.knobs(self.states[_CONTROL], view, counts)
             return self._knobs(answer, counts.now)
-        except DllmSchedError:
+        except PolicyError:
             raise
+        except Exception as error:
+            raise self.error("control.knobs", error, view) from error
+
+    def differ(self, view: RequestView, knobs: Knobs) -> bool:
+        """Whether these knobs are others than a row has; values may not be comparable."""
+        try:
+            return bool(knobs != view._knobs)
         except Exception as error:
             raise self.error("control.knobs", error, view) from error
 
@@ -303,7 +328,7 @@ class Asking:
         try:
             answer = self.policy.control.batch_knobs(self.states[_CONTROL], counts)
             return self._knobs(answer, counts.now)
-        except DllmSchedError:
+        except PolicyError:
             raise
         except Exception as error:
             raise self.error("control.batch_knobs", error) from error
@@ -312,15 +337,16 @@ class Asking:
         knobs, until = answer
         if not isinstance(knobs, Mapping):
             raise self.wrong(f"knobs must be a mapping, got {knobs!r}")
+        until = _number(until)
         if not until > now:
             raise self.wrong(f"knobs must hold beyond now={now}, got valid_until={until!r}")
-        return knobs, until
+        return knobs if knobs is NO_KNOBS else dict(knobs), until  # the policy may change its own
 
     def batch_hints(self, round: Round) -> tuple[Any, ...]:
         """Ask for advice to the engine."""
         try:
             return tuple(self.policy.control.hints(self.states[_CONTROL], round))
-        except DllmSchedError:
+        except PolicyError:
             raise
         except Exception as error:
             raise self.error("control.hints", error) from error

@@ -11,7 +11,7 @@ from dllm_sched._asking import Asking
 from dllm_sched._queue import KeyQueue, LaneQueue, WaitingQueue
 from dllm_sched._running import RunningSet
 from dllm_sched.batch import NO_KNOBS, Knobs
-from dllm_sched.errors import DllmSchedError
+from dllm_sched.errors import InvariantError, PolicyError
 from dllm_sched.policies.base import Verdict
 from dllm_sched.request import RequestView
 from dllm_sched.view import BlockedBy, Round, SchedulerView
@@ -157,7 +157,7 @@ def stage_round(
             queue.restore(one)
         for lane in parked:
             queue.unpark(lane)
-        if isinstance(error, DllmSchedError) or not isinstance(error, Exception):
+        if isinstance(error, PolicyError | InvariantError) or not isinstance(error, Exception):
             raise
         raise asking.error(hook, error, view) from error
     for one in aside:

@@ -64,8 +64,13 @@ def _int(value: object) -> str | None:
 
 
 def _instant(value: object) -> str | None:
-    wrong = not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value)
-    return "seconds (inf = never)" if wrong else None
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            if not math.isnan(value):
+                return None
+        except OverflowError:  # an int beyond every float
+            pass
+    return "seconds (inf = never)"
 
 
 def _duration(value: object) -> str | None:

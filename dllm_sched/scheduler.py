@@ -335,6 +335,8 @@ class Scheduler:
         view = RequestView(
             request, self._num_submitted, now, capacity.max_tokens(request, _PREFILL)
         )
+        expire_at = request.deadline_at
+        timeout_at = now + request.queue_timeout_s
         asking = self._asking
         key: tuple[float, ...] = ()
         if asking.key or asking.accept or self._unobserved:
@@ -353,9 +355,8 @@ class Scheduler:
         self._num_submitted += 1
         views[request.id] = view
         queue.push(view, key)
-        expire_at = request.deadline_at
-        if now + request.queue_timeout_s < expire_at:
-            self._arm(view, now + request.queue_timeout_s, FinishReason.QUEUE_TIMEOUT)
+        if timeout_at < expire_at:
+            self._arm(view, timeout_at, FinishReason.QUEUE_TIMEOUT)
         elif expire_at != _INF:
             self._arm(view, expire_at, _DEADLINE)
         if asking.settle or self._running.size < self._max_rows:
@@ -487,7 +488,7 @@ class Scheduler:
         """``complete_step`` when something may have changed."""
         num_steps = self._clock.steps
         if batch is not self._in_flight:
-            self._check_flight("complete_step", batch)
+            batch = self._check_flight("complete_step", batch)
         if not self._now <= now < _INF:
             self._bad_clock("complete_step", now)
         if type(steps) is not int or not 1 <= steps <= max(1, self._jump_step - num_steps):
@@ -548,13 +549,14 @@ class Scheduler:
             PolicyError: If the ordering raised for a row that waits again.
         """
         if batch is not self._in_flight:
-            self._check_flight("fail_step", batch)
+            batch = self._check_flight("fail_step", batch)
         if not self._now <= now < _INF:
             self._bad_clock("fail_step", now)
         if not isinstance(error, BaseException):
             raise OutcomeError(f"fail_step: error must be an exception, got {error!r}")
         if not isinstance(rows, Mapping):
             raise OutcomeError(f"fail_step: rows must map slots to RowFates, got {rows!r}")
+        said = repr(error) if self._watch_steps else ""
         fates: list[tuple[RequestView, RowFate, tuple[float, ...]]] = []
         with self._locked():
             self._observe()
@@ -574,7 +576,7 @@ class Scheduler:
         self._in_flight = self._ahead = None
         self._num_failed_steps += 1
         if self._watch_steps:
-            self._emit(StepFailed(now, batch.step_id, len(batch.rows), repr(error)))
+            self._emit(StepFailed(now, batch.step_id, len(batch.rows), said))
         for row in batch.joined if ahead is None else (*batch.joined, *ahead.joined):
             joined = self._running.slots[row.slot]
             if joined is not None and joined._status is _RUNNING:
@@ -618,7 +620,8 @@ class Scheduler:
         """Swap the policy, live. O(n log n) for n waiting and running.
 
         Every waiting request is keyed and laned anew, every row's limits and knobs are asked
-        anew. An axis whose strategy is the same object keeps its state.
+        anew. An axis whose strategy is the same object keeps its state, unless the old policy
+        raises over what has happened since it was last asked: all states start anew then.
 
         Raises:
             ConfigError: If the policy can never work within the capacity.
@@ -628,8 +631,12 @@ class Scheduler:
         if not self._now <= now < _INF:
             self._bad_clock("set_policy", now)
         with self._locked():
-            self._observe()
-            asking = Asking(policy, self._capacity, self._asking)
+            try:
+                self._observe()
+                previous = self._asking
+            except PolicyError:  # of the policy that goes; nothing of it is worth keeping
+                previous = None
+            asking = Asking(policy, self._capacity, previous)
             waiting = sorted(self._queue, key=lambda view: view._sequence)
             keys = [asking.sort_key(view) for view in waiting]
             rows = self._running.rows()
@@ -1245,15 +1252,18 @@ class Scheduler:
         counts = self._view(now)
         try:
             answers = [asking.row_knobs(view, counts) for view in due]
+            changed = [
+                asking.differ(view, knobs) for view, (knobs, _) in zip(due, answers, strict=True)
+            ]
         except BaseException:
             for view in due:
                 if view._knobs_until <= now:
                     self._knob_expiries.push(view._knobs_until, view)
             raise
         self._knob_boundaries.clear()
-        for view, (knobs, until) in zip(due, answers, strict=True):
+        for view, (knobs, until), other in zip(due, answers, changed, strict=True):
             self._arm_knobs(view, until)
-            if knobs != view._knobs:
+            if other:
                 self._running.set_knobs(view, knobs)
 
     # --- changes of one request -----------------------------------------------------------------
@@ -1668,15 +1678,24 @@ class Scheduler:
             f"{self._now!r}; is another clock mixed in?"
         )
 
-    def _check_flight(self, call: str, batch: StepBatch) -> None:
+    def _check_flight(self, call: str, batch: object) -> StepBatch:
+        """The batch in flight, if this is a copy of it (from another process, say)."""
         flight = self._in_flight
         if flight is None:
             raise EngineProtocolError(f"{call}: no step is in flight; call next_step first")
-        if not isinstance(batch, StepBatch) or batch.step_id != flight.step_id:
+        if not isinstance(batch, StepBatch):
+            raise EngineProtocolError(f"{call}: step {flight.step_id} is in flight, got {batch!r}")
+        if batch.step_id != flight.step_id:
             raise EngineProtocolError(
-                f"{call}: step {flight.step_id} is in flight, got "
-                f"{batch.step_id if isinstance(batch, StepBatch) else batch!r}"
+                f"{call}: step {flight.step_id} is in flight, got {batch.step_id!r}"
             )
+        if [(row.slot, row.request.id) for row in batch.rows] != [
+            (row.slot, row.request.id) for row in flight.rows
+        ]:
+            raise EngineProtocolError(
+                f"{call}: step {flight.step_id} has other rows here; is it another scheduler's?"
+            )
+        return flight
 
     def _bad_steps(self, steps: object) -> None:
         if type(steps) is not int or steps < 1:

@@ -54,6 +54,9 @@ sub-queue per request class, and counts by lane. rows: ``round.rows``. max_lengt
 """
 
 
+_MANY = (frozenset, set, tuple, list)
+
+
 class Verdict(enum.IntEnum):
     """What admission says of a head; ``&`` takes the smaller, ``|`` the larger."""
 
@@ -618,11 +621,18 @@ class Policy:
 
     def __attrs_post_init__(self) -> None:
         for strategy in self.strategies:
-            unknown = frozenset(strategy.needs) - NEEDS
-            if unknown:
+            needs, observes = strategy.needs, strategy.observes
+            if not isinstance(needs, _MANY) or not all(need in NEEDS for need in needs):
                 raise ConfigError(
-                    f"policy {self.name!r}: {strategy!r} declares unknown needs {sorted(unknown)}; "
-                    f"known: {sorted(NEEDS)}"
+                    f"policy {self.name!r}: {strategy!r} declares unknown needs {needs!r}; "
+                    f"a set of {sorted(NEEDS)} is meant"
+                )
+            if not isinstance(observes, _MANY) or not all(
+                isinstance(one, type) for one in observes
+            ):
+                raise ConfigError(
+                    f"policy {self.name!r}: observes of {strategy!r} must be a tuple of event "
+                    f"types, got {observes!r}"
                 )
         if self.timeout.scope not in ("idle", "step"):
             raise ConfigError(
