@@ -22,7 +22,7 @@ from dllm_sched.events import (
 from dllm_sched.request import FinishReason, Request
 from dllm_sched.theory._check import not_negative, positive
 
-__all__ = ["EnergyMeter", "EnergyShare", "EnergyWindow", "RequestEnergy"]
+__all__ = ["CohortMeter", "EnergyMeter", "EnergyShare", "EnergyWindow", "RequestEnergy"]
 
 
 class EnergyShare(NamedTuple):
@@ -231,3 +231,66 @@ class EnergyMeter:
                 account.since = None
         self._ended += self._leaving
         self._leaving = []
+
+
+class CohortMeter:
+    """Measures how synchronised the rows are: the share of the largest cohort among them.
+
+    A cohort is those who joined with one step. The measure is its share of all rows, as a mean
+    over the steps completed: 1 if everybody always came together, 1 / n if n rows came one by one.
+    High and lasting values under load are the mark of service-induced congestion
+    (``theory.congestion``), whose recursion calls it ``cohort_share``.
+
+    O(1) per event.
+
+    Source:
+        Own derivation; "Service-Induced Congestion" (arXiv 2606.15555) describes the effect.
+    """
+
+    def __init__(self) -> None:
+        self._cohort_of: dict[str, int] = {}  # running rows: the step they joined with
+        self._sizes: dict[int, int] = {}  # of the cohorts that are not empty
+        self._having: dict[int, int] = {}  # how many cohorts have a size
+        self._largest = 0
+        self._shares = 0.0
+        self._steps = 0
+
+    def __call__(self, event: Event) -> None:
+        """Take an event."""
+        if isinstance(event, StepCompleted):
+            if self._cohort_of:
+                self._shares += event.steps * self.share_now
+                self._steps += event.steps
+        elif isinstance(event, RequestJoined):
+            self._cohort_of[event.request_id] = event.step_id
+            self._change(event.step_id, +1)
+        elif isinstance(event, RequestPreempted | RequestFinished):
+            cohort = self._cohort_of.pop(event.request_id, None)
+            if cohort is not None:
+                self._change(cohort, -1)
+
+    @property
+    def share_now(self) -> float:
+        """The share at this moment; 0 if nobody runs."""
+        return self._largest / len(self._cohort_of) if self._cohort_of else 0.0
+
+    @property
+    def mean_share(self) -> float:
+        """The mean over all steps completed while somebody ran; 0 if there was none."""
+        return self._shares / self._steps if self._steps else 0.0
+
+    def _change(self, cohort: int, by: int) -> None:
+        size = self._sizes.pop(cohort, 0)
+        self._count(size, -1)
+        self._count(size + by, +1)
+        if size + by:
+            self._sizes[cohort] = size + by
+        if by > 0:
+            self._largest = max(self._largest, size + by)
+        elif size == self._largest and not self._having.get(size):
+            self._largest -= 1  # the cohort that shrank has that size now
+
+    def _count(self, size: int, by: int) -> None:
+        self._having[size] = self._having.get(size, 0) + by
+        if not self._having[size] or not size:
+            del self._having[size]

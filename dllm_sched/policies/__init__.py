@@ -23,6 +23,7 @@ from dllm_sched.policies.base import (
 )
 from dllm_sched.policies.blockserve import BoundingBox, ShortestPrompt
 from dllm_sched.policies.composition import AllRows
+from dllm_sched.policies.congestion import MixLengths, ProjectedPeak, RateCap
 from dllm_sched.policies.denoising_surface import (
     AgedShortestFirst,
     BudgetCost,
@@ -112,6 +113,7 @@ __all__ = [
     "LogBandRate",
     "MaxWait",
     "MaxWaiting",
+    "MixLengths",
     "NestedWaitQuota",
     "NestedWaitRows",
     "NestedWaitStart",
@@ -123,7 +125,9 @@ __all__ = [
     "Prefetch",
     "PrefetchNextBlock",
     "PriorityFirst",
+    "ProjectedPeak",
     "Rate",
+    "RateCap",
     "Service",
     "ShortestBudget",
     "ShortestPrompt",

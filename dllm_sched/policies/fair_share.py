@@ -122,7 +122,7 @@ class WeightedFairShare(Ordering):
             return (tag.start,)
         if rv.status is RequestStatus.WAITING:
             self._share(rv.request)  # what is wrong with a cost is said now, not once it waits
-            return (self._start(state, rv.request.tenant),)
+            return (self._start(state, self._tenant(rv.request)),)
         return (state.virtual,)  # it ran before this ordering was in force
 
     def observe(self, state: _State, event: Any) -> _State:
@@ -161,6 +161,10 @@ class WeightedFairShare(Ordering):
         state = _State(virtual, entry, weight, num_submitted, tenants, tags)
         return self._put(state, tag.tenant, _Tenant(known.finish - tag.share, last, known.serial))
 
+    def _tenant(self, request: Request) -> Any:
+        """Whose share a request takes."""
+        return request.tenant
+
     def _start(self, state: _State, tenant: str) -> float:
         known: _Tenant | None = get(state.tenants, tenant)
         return state.entry if known is None or known.finish <= state.virtual else known.finish
@@ -168,7 +172,7 @@ class WeightedFairShare(Ordering):
     def _submitted(self, state: _State, request: Request) -> _State:
         # Nothing that this ordering observes lies between the key of a submit and its event, so
         # the start is the one that the key said.
-        name = request.tenant
+        name = self._tenant(request)
         start, share = self._start(state, name), self._share(request)
         virtual, entry, weight, num_submitted, tenants, tags = state
         known: _Tenant | None = get(tenants, name)
@@ -198,7 +202,7 @@ class WeightedFairShare(Ordering):
                 f"WeightedFairShare: the cost of request {request.id!r} must be a finite number "
                 f"> 0, got {cost!r}"
             )
-        return cost / self._weight(request.tenant)
+        return cost / self._weight(self._tenant(request))
 
     def _weight(self, tenant: str) -> float:
         return self.weights.get(tenant, self.default_weight)

@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import attrs
 
+from dllm_sched.capacity import GrowingKV, MemoryModel
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots, TokenBudget
 from dllm_sched.policies.base import Policy
 from dllm_sched.policies.blockserve import BoundingBox, ShortestPrompt
 from dllm_sched.policies.composition import AllRows
+from dllm_sched.policies.congestion import ProjectedPeak, RateCap
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
 from dllm_sched.policies.energy import EnergyFill
@@ -48,6 +50,7 @@ __all__ = [
     "block_refill",
     "blockserve",
     "by_name",
+    "congestion_stable",
     "continuous",
     "dllm_serve",
     "dws",
@@ -147,6 +150,37 @@ def continuous(batch_size: int) -> Policy:
         batch_size: Rows, >= 1.
     """
     return Policy(admission=Slots(batch_size), eviction=PastDeadline(), name="continuous")
+
+
+def congestion_stable(
+    batch_size: int,
+    per_step: float | Mapping[Hashable, float] = 1.0,
+    *,
+    memory: MemoryModel | None = None,
+    lengths: Mapping[int, float] | None = None,
+    quantile: float = 1.0,
+) -> Policy:
+    """Admit at the rate that memory carries, within the memory projected ahead.
+
+    Args:
+        batch_size: Rows, >= 1.
+        per_step: Joins per step, > 0: n* of ``theory.congestion.equilibrium_rate``, per step; or
+            for each request_class.
+        memory: The capacity's memory model; None: ``GrowingKV()``.
+        lengths: Blocks -> weight, how long answers are; None: as long as their budget.
+        quantile: Of those lengths, in (0, 1]; see ``ProjectedPeak``.
+
+    Source:
+        "Service-Induced Congestion" (arXiv 2606.15555); see ``RateCap`` and ``ProjectedPeak``.
+    """
+    peak = ProjectedPeak(
+        GrowingKV() if memory is None else memory, lengths=lengths, quantile=quantile
+    )
+    return Policy(
+        admission=Slots(batch_size) & RateCap(per_step) & peak,
+        eviction=PastDeadline() | YoungestFirst(),
+        name="congestion_stable",
+    )
 
 
 def block_refill(batch_size: int) -> Policy:
@@ -617,6 +651,7 @@ PRESETS: dict[str, Callable[..., Policy]] = {
         per_request,
         fixed_fill,
         continuous,
+        congestion_stable,
         block_refill,
         blockserve,
         dws,

@@ -23,6 +23,7 @@ ARGUMENTS = {
     "fluid_fill": {"batch_size": 3},
     "herald": {"batch_size": 3},
     "blockserve": {"batch_size": 3, "tokens": 300},
+    "congestion_stable": {"batch_size": 3, "per_step": 0.5},
     "energy_fill": {"batch_size": 3, "target_j": 5.0, "fixed_j": 6.0, "row_j": 2.0},
     "exclusive": {"batch_size": 3, "count": 2},
     "fair_share": {"batch_size": 3, "weights": {"tenant 1": 2.0}},
