@@ -56,7 +56,8 @@ def check_outcome(
             )
         if outcome.failed:
             failed = _check_column("failed", outcome.failed, RowFailed, BaseException, in_batch)
-            twice = {one.slot for one in outcome.finished} & {one.slot for one in outcome.failed}
+            ended = {one.slot for one in outcome.finished or ()}
+            twice = ended & {one.slot for one in outcome.failed}
             if twice:
                 raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
         if outcome.phases:

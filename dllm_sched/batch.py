@@ -7,8 +7,7 @@ frozen class (benchmarks/README.md).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from dllm_sched.request import FinishReason, Phase, Request
@@ -35,7 +34,28 @@ __all__ = [
 Knobs = Mapping[str, Any]
 """Per-row (or per-batch) settings that a control strategy hands to the engine, by name."""
 
-NO_KNOBS: Knobs = MappingProxyType({})
+
+class _NoKnobs(Mapping[str, Any]):
+    """Nothing; one and the same also in another process, for batches are sent there."""
+
+    __slots__ = ()
+
+    def __getitem__(self, name: str) -> Any:
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "NO_KNOBS"
+
+    __reduce__ = __repr__
+
+
+NO_KNOBS: Knobs = _NoKnobs()
 
 
 class Row(NamedTuple):

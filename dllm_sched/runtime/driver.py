@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from time import perf_counter
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +26,7 @@ from dllm_sched.request import Request, RequestStatus
 from dllm_sched.runtime.clocks import Clock, MonotonicClock
 from dllm_sched.runtime.engine import Engine, StepFailedError
 from dllm_sched.runtime.inbox import Inbox
+from dllm_sched.runtime.watchdog import OnStuck, Watchdog
 from dllm_sched.scheduler import Scheduler
 
 __all__ = ["Driver", "RunReport"]
@@ -107,9 +108,16 @@ class Driver:
         on_rejected: Called with each request that was refused, and how; likewise.
         max_restarts: Restarts of one request after failed steps, >= 0. Those that come with a
             lower ``max_num_seqs`` do not count: they end when there is one row.
+        step_timeout_s: Host seconds after which a call of ``engine.run`` counts as stuck, > 0;
+            ``inf``: never. Nothing can end it from outside; ``on_stuck`` can tell, or end the
+            process.
+        on_stuck: Called with the batch and the seconds it has been running, once for each stuck
+            step, in a thread of its own: of scheduler and driver it may call only what any thread
+            may. What it raises is logged. Default: a warning in the log.
 
     Raises:
-        ConfigError: If ``max_restarts`` is negative or not an int.
+        ConfigError: If ``max_restarts`` is negative or not an int, or ``step_timeout_s`` or
+            ``on_stuck`` is of no use.
     """
 
     def __init__(
@@ -121,6 +129,8 @@ class Driver:
         on_update: Callable[[Update], object] | None = None,
         on_rejected: Callable[[Request, Rejected], object] | None = None,
         max_restarts: int = 1,
+        step_timeout_s: float = math.inf,
+        on_stuck: OnStuck | None = None,
     ) -> None:
         if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
             raise ConfigError(f"Driver: max_restarts must be an int >= 0, got {max_restarts!r}")
@@ -130,6 +140,11 @@ class Driver:
         self._on_update = on_update
         self._on_rejected = on_rejected
         self._max_restarts = max_restarts
+        self._watchdog: Watchdog | None = None
+        if step_timeout_s != math.inf:
+            self._watchdog = Watchdog(step_timeout_s, on_stuck)
+        elif on_stuck is not None:
+            raise ConfigError("Driver: on_stuck needs a finite step_timeout_s")
         self._inbox: Inbox[Message] = Inbox(self._clock)
         self._gate = threading.Lock()  # between a put and the end of the run
         self._closed = False
@@ -258,7 +273,8 @@ class Driver:
         if not math.isnan(self._began):
             raise EngineProtocolError("run: a driver runs once; build another")
         self._began = perf_counter()
-        with _interruptible(self._interrupt):
+        watched = nullcontext() if self._watchdog is None else self._watchdog.on_duty()
+        with _interruptible(self._interrupt), watched:
             failure: BaseException | None = None
             try:
                 self._started_at = self._clock()
@@ -309,7 +325,11 @@ class Driver:
         self._num_steps += 1
         began = perf_counter()
         try:
-            outcome = self._engine.run(batch)
+            if self._watchdog is None:
+                outcome = self._engine.run(batch)
+            else:
+                with self._watchdog.watching(batch):
+                    outcome = self._engine.run(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, no request is lost
             self._engine_s += perf_counter() - began
             self._recover(batch, error)
