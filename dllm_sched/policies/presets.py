@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from dllm_sched.capacity import GrowingKV, MemoryModel
+from dllm_sched.capacity import MemoryModel
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots, TokenBudget
 from dllm_sched.policies.base import Policy
@@ -166,18 +166,23 @@ def congestion_stable(
         batch_size: Rows, >= 1.
         per_step: Joins per step, > 0: n* of ``theory.congestion.equilibrium_rate``, per step; or
             for each request_class.
-        memory: The capacity's memory model; None: ``GrowingKV()``.
+        memory: The capacity's memory model; None: nothing is projected, the cap does it alone.
         lengths: Blocks -> weight, how long answers are; None: as long as their budget.
         quantile: Of those lengths, in (0, 1]; see ``ProjectedPeak``.
+
+    Raises:
+        ConfigError: If an argument is out of range, or ``lengths`` come without ``memory``.
 
     Source:
         "Service-Induced Congestion" (arXiv 2606.15555); see ``RateCap`` and ``ProjectedPeak``.
     """
-    peak = ProjectedPeak(
-        GrowingKV() if memory is None else memory, lengths=lengths, quantile=quantile
-    )
+    admission = Slots(batch_size) & RateCap(per_step)
+    if memory is not None:
+        admission = admission & ProjectedPeak(memory, lengths=lengths, quantile=quantile)
+    elif lengths is not None:
+        raise ConfigError("congestion_stable: to project lengths give the capacity's memory, too")
     return Policy(
-        admission=Slots(batch_size) & RateCap(per_step) & peak,
+        admission=admission,
         eviction=PastDeadline() | YoungestFirst(),
         name="congestion_stable",
     )

@@ -496,6 +496,7 @@ def test_it_keeps_the_contract() -> None:
         (lambda: ProjectedPeak(GrowingKV(), quantile=0), "quantile"),
         (lambda: ProjectedPeak(GrowingKV(), quantile=math.nan), "quantile"),
         (lambda: ProjectedPeak(GrowingKV(), lengths={}), "lengths"),
+        (lambda: presets.congestion_stable(4, lengths={1: 1}), "memory"),
         (lambda: MixLengths("ab"), "weights"),
         (lambda: MixLengths({}, 0), "default_weight"),
         (lambda: MixLengths({"a": math.inf}), "'a'"),
