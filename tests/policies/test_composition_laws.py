@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_sched import Capacity, FinishReason, Phase, Policy, Request, Scheduler
+from dllm_sched import Capacity, FinishReason, GrowingKV, Phase, Policy, Request, Scheduler
 from dllm_sched.events import RequestJoined
 from dllm_sched.policies import (
     ALL,
@@ -25,6 +25,7 @@ from dllm_sched.policies import (
     Fill,
     MaxWait,
     Ordering,
+    ProjectedPeak,
     Slots,
     Timeout,
     TokenBudget,
@@ -319,7 +320,9 @@ def test_control_then_is_associative_and_the_later_wins(a: Sets, b: Sets, c: Set
 # --- through the scheduler --------------------------------------------------------------------
 
 
-def joins(policy: Policy, seed: int) -> list[tuple[float, str, int]]:
+def joins(
+    policy: Policy, seed: int, capacity: Capacity | None = None
+) -> list[tuple[float, str, int]]:
     """Live a small day; return who joined when, and where."""
     rng = random.Random(seed)
     found: list[tuple[float, str, int]] = []
@@ -328,7 +331,8 @@ def joins(policy: Policy, seed: int) -> list[tuple[float, str, int]]:
         if isinstance(event, RequestJoined):
             found.append((event.at, event.request_id, event.slot))
 
-    sched = Scheduler(capacity=Capacity(max_num_seqs=20), policy=policy, observers=[watch])
+    capacity = Capacity(max_num_seqs=20) if capacity is None else capacity
+    sched = Scheduler(capacity=capacity, policy=policy, observers=[watch])
     engine = FakeEngine(20)
     now = 0.0
     for number in range(120):
@@ -345,7 +349,9 @@ def joins(policy: Policy, seed: int) -> list[tuple[float, str, int]]:
             sched.submit(request, now=now)
         if number == 100:
             sched.drain(now=now)
-        batch = sched.next_step(now=now).batch
+        update = sched.next_step(now=now)
+        engine.release(update.released)
+        batch = update.batch
         if batch is not None:
             engine.release(sched.complete_step(batch, engine.run(batch), now=now).released)
     return found
@@ -367,6 +373,23 @@ def test_real_strategies_in_any_order_and_nesting_decide_alike(seed: int) -> Non
     logs = [joins(Policy(timeout=start), seed) for start in starts]
     assert len(logs[0]) > 20
     assert all(log == logs[0] for log in logs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_token_budget_and_a_projected_peak_admit_what_both_would(seed: int) -> None:
+    capacity = Capacity(
+        max_num_seqs=20, num_pages=28, memory=GrowingKV(page_size=4), window_blocks=1
+    )
+    budget, peak = TokenBudget(40), ProjectedPeak(GrowingKV(page_size=4))
+    both = joins(Policy(admission=budget & peak), seed, capacity)
+    assert len(both) > 20
+    assert both == joins(Policy(admission=peak & budget), seed, capacity)
+    assert both == joins(Policy(admission=(budget & peak) & (peak | budget)), seed, capacity)
+    alone = [joins(Policy(admission=one), seed, capacity) for one in (budget, peak)]
+    assert both not in alone  # each of them binds at times
+    either = joins(Policy(admission=budget | peak), seed, capacity)
+    assert either == joins(Policy(admission=peak | budget), seed, capacity)
+    assert either not in (*alone, both)
 
 
 def test_fill_or_max_wait_starts_at_the_sixteenth_or_after_a_tenth_of_a_second() -> None:

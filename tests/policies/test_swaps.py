@@ -34,18 +34,18 @@ BY_PARAMETER: dict[str, Any] = {
 """What to give for a parameter that has no default."""
 
 
-def small(name: str) -> Policy:
+def small(name: str, capacity: Capacity) -> Policy:
     """Build a preset with small arguments."""
     parameters = inspect.signature(PRESETS[name]).parameters
+    known = BY_PARAMETER | ({} if capacity.memory is None else {"memory": capacity.memory})
     arguments = {
-        parameter: BY_PARAMETER[parameter]
+        parameter: known[parameter]
         for parameter, how in parameters.items()
-        if how.default is inspect.Parameter.empty or parameter in BY_PARAMETER
+        if how.default is inspect.Parameter.empty or parameter in known
     }
     return PRESETS[name](**arguments)
 
 
-POLICIES = [small(name) for name in sorted(PRESETS)]
 CAPACITIES = [
     Capacity(max_num_seqs=4),
     Capacity(max_num_seqs=4, window_blocks=1),
@@ -57,8 +57,9 @@ CAPACITIES = [
 class Day:
     """Client, engine and operator around one scheduler."""
 
-    def __init__(self, capacity: Capacity, policy: Policy) -> None:
-        self.sched = Scheduler(capacity=capacity, policy=policy)
+    def __init__(self, capacity: Capacity, first: int) -> None:
+        self.policies = [small(name, capacity) for name in sorted(PRESETS)]
+        self.sched = Scheduler(capacity=capacity, policy=self.policies[first])
         self.engine = FakeEngine(capacity.max_num_seqs, report_masked=True)
         self.now = 0.0
         self.batch: Any = None
@@ -97,7 +98,7 @@ class Day:
             self.told(self.sched.cancel(self.active[index % len(self.active)], now=self.now))
 
     def swap(self, index: int) -> None:
-        self.told(self.sched.set_policy(POLICIES[index], now=self.now))
+        self.told(self.sched.set_policy(self.policies[index], now=self.now))
 
     def step(self) -> bool:
         """Begin a step, or end the one in flight; whether there was anything to do."""
@@ -137,7 +138,7 @@ CALLS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 4), st.integers(0, 2)),
     st.tuples(st.just("submit"), st.integers(1, 4), st.integers(0, 2)),
     st.tuples(st.just("cancel"), st.integers(0, 9)),
-    st.tuples(st.just("swap"), st.integers(0, len(POLICIES) - 1)),
+    st.tuples(st.just("swap"), st.integers(0, len(PRESETS) - 1)),
     st.tuples(st.just("fail"), st.integers(0, 9)),
     st.tuples(st.just("step")),
     st.tuples(st.just("step")),
@@ -151,20 +152,20 @@ CALLS = st.one_of(
 )
 @given(
     st.sampled_from(CAPACITIES),
-    st.integers(0, len(POLICIES) - 1),
+    st.integers(0, len(PRESETS) - 1),
     st.lists(CALLS, min_size=20, max_size=120),
 )
 def test_swaps_lose_nobody(capacity: Capacity, first: int, calls: list[Any]) -> None:
-    day = Day(capacity, POLICIES[first])
+    day = Day(capacity, first)
     for name, *arguments in calls:
         getattr(day, name)(*arguments)
     day.to_end()
 
 
 def test_every_preset_takes_over_from_every_other() -> None:
-    for first in range(len(POLICIES)):
-        day = Day(CAPACITIES[2], POLICIES[first])
-        for second in range(len(POLICIES)):
+    for first in range(len(PRESETS)):
+        day = Day(CAPACITIES[2], first)
+        for second in range(len(PRESETS)):
             for kind in range(3):
                 day.submit(3, kind)
             for _ in range(3):
