@@ -153,6 +153,25 @@ class WaitingQueue:
         if lane.dead or self._sole is None:
             self._refresh(lane)
 
+    @property
+    def is_one_lane(self) -> bool:
+        """Whether everybody waits in the same lane."""
+        return self._sole is not None
+
+    def take(self, view: RequestView) -> None:
+        """Take out for good what ``peek`` just returned, where there is but one lane. O(log n).
+
+        ``pop`` and ``settle_pops`` in one; only where arrivals are not tracked.
+        """
+        lane: LaneQueue = view._lane
+        heappop(lane.heap)
+        view._lane = view._entry = None
+        lane.size -= 1
+        lane.key_queue.size -= 1
+        self.size -= 1
+        if lane.dead:
+            self._refresh(lane)
+
     def _refresh(self, lane: LaneQueue) -> None:
         """Drop dead entries from the top of a lane and list its first live one among the heads.
 

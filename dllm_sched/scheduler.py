@@ -87,6 +87,8 @@ _ADMIT, _FINISH = Change.ADMIT, Change.FINISH
 _DEADLINE = FinishReason.DEADLINE
 _EMPTY: Mapping[Any, int] = MappingProxyType({})
 _GO_ON = Update()
+_NO_LIMITS = (_INF, _INF)  # (instant, steps)
+_NO_KNOBS = (NO_KNOBS, _INF)  # (knobs, until)
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
 
 
@@ -1030,7 +1032,11 @@ class Scheduler:
         if asking.settle or (queue.size and size < self._max_rows):
             if asking.sees_rounds:
                 round = self._new_round(now)
-            self._admit(round, now)
+                self._admit(round, now)
+            elif asking.due or self._capacity.memory is not None or not queue.is_one_lane:
+                self._admit(None, now)
+            else:
+                self._join_heads(now)
         else:
             self._dirty = False
             self._due_at = self._recheck_step = _INF
@@ -1111,6 +1117,33 @@ class Scheduler:
                 ),
             )
             self._dirty = True
+
+    def _join_heads(self, now: float) -> None:
+        """The plainest of rounds: nobody judges who joins, so the heads do as long as slots last.
+
+        The same as ``_admit``, without staging: a join is asked about and carried out, one by one.
+        """
+        asking, queue, running = self._asking, self._queue, self._running
+        limits = _NO_LIMITS
+        room = min(len(running.free_slots), self._max_rows - running.size)
+        while room > 0 and (view := queue.peek()) is not None:
+            if asking.limits:
+                limits = asking.end_limits(view)
+            queue.take(view)
+            self._join(view, now, limits, _NO_KNOBS)
+            self._progressed = True
+            room -= 1
+        steps = self._clock.steps
+        self._num_rounds += 1
+        self._round_step = steps
+        self._due_at = self._recheck_step = _INF
+        self._dirty = False
+        self._blocked = None
+        if queue.size and (view := queue.peek()) is not None:
+            full = running.size >= self._capacity.max_num_seqs
+            self._blocked = (view, BlockedBy.SLOTS if full else BlockedBy.POLICY)
+        if steps >= self._limit_step:
+            self._meet_step_caps()  # of a row that came back with more steps than it may have
 
     def _compose(self, round: Round | None, now: float) -> StepBatch | None:
         asking, running = self._asking, self._running
@@ -1329,7 +1362,8 @@ class Scheduler:
         if self._joined:
             self._joined.pop(view, None)
         self._retired += 1
-        self._touch()
+        self._quiet_until = -_INF
+        self._dirty = True
         self._finish(view, reason, output, error)
         if flight is None:
             self._free(view, reason)
