@@ -20,7 +20,7 @@ from dllm_sched.request import FinishReason, Phase, RequestView
 __all__ = ["Named", "check_outcome"]
 
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
-_NONE: Sequence[RequestView] = ()
+_NONE: Sequence[tuple[RequestView, Any]] = ()
 _COLUMN = (tuple, list)
 
 InBatch = Callable[[object, str], RequestView]
@@ -28,12 +28,12 @@ InBatch = Callable[[object, str], RequestView]
 
 
 class Named(NamedTuple):
-    """The requests that an outcome names: a list per column, each in its column's order."""
+    """Whom an outcome names: (request, what of it) in each column, in order."""
 
-    finished: Sequence[RequestView]
-    boundaries: Sequence[RequestView]
-    phases: Sequence[RequestView]
-    failed: Sequence[RequestView]
+    finished: Sequence[tuple[RequestView, RowFinished]]
+    boundaries: Sequence[tuple[RequestView, BlockBoundary]]
+    phases: Sequence[tuple[RequestView, PhaseChange]]
+    failed: Sequence[tuple[RequestView, RowFailed]]
 
 
 def check_outcome(
@@ -66,7 +66,7 @@ def check_outcome(
             boundaries = _check_column(
                 "boundaries", outcome.boundaries, BlockBoundary, int, in_batch
             )
-            for boundary, view in zip(outcome.boundaries, boundaries, strict=True):
+            for view, boundary in boundaries:
                 _check_boundary(boundary, view)
     remaining = outcome.masked_remaining
     if remaining is None:
@@ -90,10 +90,10 @@ def check_outcome(
 
 def _check_column(
     name: str, column: Any, kind: type[Any], content: type[Any], in_batch: InBatch
-) -> Sequence[RequestView]:
+) -> Sequence[tuple[RequestView, Any]]:
     if not isinstance(column, _COLUMN):
         raise OutcomeError(f"{name}: expected a tuple of {kind.__name__} values, got {column!r}")
-    views = []
+    named = []
     for one in column:
         if type(one) is not kind and not isinstance(one, kind):
             raise OutcomeError(f"{name}: expected {kind.__name__} values, got {one!r}")
@@ -103,11 +103,13 @@ def _check_column(
                 f"{name}: slot {one[0]} ({view.request.id!r}): {kind._fields[1]} must be a "
                 f"{content.__name__}, got {one[1]!r}"
             )
-        views.append(view)
-    if len(views) > 1 and len(set(views)) < len(views):
-        view = next(view for view in views if views.count(view) > 1)
-        raise OutcomeError(f"{name}: slot {view.slot} ({view.request.id!r}) is named twice")
-    return views
+        named.append((view, one))
+    if len(named) > 1:
+        views = [view for view, _ in named]
+        if len(set(views)) < len(views):
+            view = next(view for view in views if views.count(view) > 1)
+            raise OutcomeError(f"{name}: slot {view.slot} ({view.request.id!r}) is named twice")
+    return named
 
 
 def _check_boundary(boundary: BlockBoundary, view: RequestView) -> None:

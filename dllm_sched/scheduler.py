@@ -493,7 +493,7 @@ class Scheduler:
             batch = self._check_flight("complete_step", batch)
         if not self._now <= now < _INF:
             self._bad_clock("complete_step", now)
-        if type(steps) is not int or not 1 <= steps <= max(1, self._jump_step - num_steps):
+        if steps != 1 and not (type(steps) is int and 1 < steps <= self._jump_step - num_steps):
             self._bad_steps(steps)
         named: Named | None = None
         if outcome is not NOTHING or self._flight_progress:
@@ -1511,20 +1511,21 @@ class Scheduler:
                 view = slots[row.slot]
                 if view is not None:
                     view._masked_remaining = remaining
-        if named.boundaries:
-            for view, boundary in zip(named.boundaries, outcome.boundaries, strict=True):
+        finished, boundaries, phases, failed = named
+        if boundaries:
+            for view, boundary in boundaries:
                 if view._status is _RUNNING:
                     self._cross(view, boundary)
-        if named.phases:
-            for view, (_, phase) in zip(named.phases, outcome.phases, strict=True):
+        if phases:
+            for view, (_, phase) in phases:
                 if view._status is _RUNNING:
                     self._change_phase(view, phase)
-        if named.failed:
-            for view, (_, error) in zip(named.failed, outcome.failed, strict=True):
+        if failed:
+            for view, (_, error) in failed:
                 if view._status is _RUNNING:
                     self._retire(view, FinishReason.ERROR, None, error)
-        if named.finished:
-            for view, (_, reason, output) in zip(named.finished, outcome.finished, strict=True):
+        if finished:
+            for view, (_, reason, output) in finished:
                 if view._status is _RUNNING:
                     self._retire(view, reason, output)
 
