@@ -14,6 +14,8 @@ from dllm_sched.request import Phase, Request
 
 __all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel", "RaggedKV", "kept_tokens"]
 
+_MOST_SLOTS = 1_000_000
+
 
 def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -> None:
     """Validate a count; for the policies' fields as well.
@@ -25,6 +27,12 @@ def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -
         raise ConfigError(
             f"{type(instance).__name__}: {field.name} must be an int >= 1, got {value!r}"
         )
+
+
+def _slots(instance: object, field: attrs.Attribute[int], value: object) -> None:
+    at_least_one(instance, field, value)
+    if isinstance(value, int) and value > _MOST_SLOTS:  # each has its place in a list
+        raise ConfigError(f"Capacity: max_num_seqs must be <= {_MOST_SLOTS:,}, got {value!r}")
 
 
 def _count_or_none(instance: object, field: attrs.Attribute[int | None], value: object) -> None:
@@ -207,7 +215,7 @@ class Capacity:
     """The limits within which a scheduler plans; ``set_capacity`` changes them live.
 
     Attributes:
-        max_num_seqs: Slots, i.e. the most rows in a step, >= 1.
+        max_num_seqs: Slots, i.e. the most rows in a step, 1 to 1,000,000.
         num_pages: KV pages in all, or None for no memory limit.
         memory: How rows use pages; given if and only if ``num_pages`` is.
         window_blocks: The most blocks of a row that one forward works on, the one being cached
@@ -217,7 +225,7 @@ class Capacity:
         ConfigError: If a field is out of range, or only one of pages and model is given.
     """
 
-    max_num_seqs: int = attrs.field(validator=at_least_one)
+    max_num_seqs: int = attrs.field(validator=_slots)
     num_pages: int | None = attrs.field(default=None, validator=_count_or_none)
     memory: MemoryModel | None = None
     window_blocks: int | None = attrs.field(default=None, validator=_count_or_none)

@@ -4,6 +4,8 @@ Every message says what happened, to which id or slot, in which state, and what 
 A call that raises one of these has changed nothing.
 """
 
+import re
+
 __all__ = [
     "ClockError",
     "ConfigError",
@@ -15,7 +17,10 @@ __all__ = [
     "OutcomeError",
     "PolicyError",
     "UnknownRequestError",
+    "described",
 ]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class DllmSchedError(Exception):
@@ -63,3 +68,12 @@ class JournalError(DllmSchedError, RuntimeError):
 
 class InvariantError(DllmSchedError, AssertionError):
     """Our own bookkeeping is broken; the message carries a dump of the state."""
+
+
+def described(value: object) -> str:
+    """Return the repr of somebody else's value, which may not have one, without addresses."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - it is looked at after the call has been carried out
+        return f"<{type(value).__name__}>"
+    return _ADDRESS.sub("", text)

@@ -246,7 +246,14 @@ def from_json(line: str) -> Event:
             if name in fields and kind is not RequestRejected:
                 fields[name] = enum_type(fields[name])
         event: Event = kind(**{k: _number(k, v) for k, v in fields.items()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ConfigError(f"not an event: {line[:200]!r} ({error!r})") from error
     return event
 

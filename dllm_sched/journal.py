@@ -12,6 +12,7 @@ those, never a request or an ending.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -20,11 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import attrs
+
 from dllm_sched.batch import (
     NO_KNOBS,
     NOTHING,
     Accepted,
     BlockBoundary,
+    Knobs,
     PhaseChange,
     Rejected,
     Row,
@@ -36,7 +40,7 @@ from dllm_sched.batch import (
     Update,
 )
 from dllm_sched.capacity import Capacity
-from dllm_sched.errors import ConfigError, DllmSchedError, JournalError
+from dllm_sched.errors import ConfigError, DllmSchedError, JournalError, described
 from dllm_sched.events import Event, request_from_plain, request_to_plain
 from dllm_sched.policies.base import Policy
 from dllm_sched.policies.codec import from_plain, to_plain
@@ -53,6 +57,8 @@ __all__ = [
 ]
 
 _VERSION = 1
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_AXES = tuple(field.name for field in attrs.fields(Policy))[:6]
 _INF = math.inf
 _log = logging.getLogger("dllm_sched")
 
@@ -140,26 +146,26 @@ class JournaledScheduler(Scheduler):
 
     def submit(self, request: Request, *, now: float) -> Accepted | Rejected:
         """As of ``Scheduler``; the request is in the journal when this returns."""
-        self._ready()
+        now = self._ready_at(now)
         asked = self._written(request)  # raises, if it must, before anything has changed
         answer = super().submit(request, now=now)
         told = "null" if isinstance(answer, Accepted) else json.dumps(answer.reason)
-        self._write(f'["submit",{float(now)!r},{asked},{told}]\n', keep=True)
+        self._write(f'["submit",{now!r},{asked},{told}]\n', keep=True)
         return answer
 
     def cancel(self, request_id: str, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         return self._wrote("cancel", now, request_id, super().cancel(request_id, now=now))
 
     def requeue(self, request_id: str, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         return self._wrote("requeue", now, request_id, super().requeue(request_id, now=now))
 
     def next_step(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         update = super().next_step(now=now)
         batch, finished, released, wake_at = update
         if (
@@ -168,7 +174,7 @@ class JournaledScheduler(Scheduler):
             and wake_at == self._last_wake_at
             and not (batch.joined or finished or released or batch.knobs or batch.hints)
         ):
-            self._write(f'["n",{float(now)!r},{batch.step_id}]\n')
+            self._write(f'["n",{now!r},{batch.step_id}]\n')
             return update
         if batch is not None:
             self._last_rows, self._last_wake_at = batch.rows, wake_at
@@ -178,10 +184,10 @@ class JournaledScheduler(Scheduler):
         self, batch: StepBatch, outcome: StepOutcome = NOTHING, *, now: float, steps: int = 1
     ) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         update = super().complete_step(batch, outcome, now=now, steps=steps)
         if outcome is NOTHING and steps == 1 and not (update.finished or update.released):
-            self._write(f'["d",{float(now)!r},{batch.step_id}]\n')
+            self._write(f'["d",{now!r},{batch.step_id}]\n')
             return update
         done = [batch.step_id, _outcome_to_plain(outcome), steps]
         return self._wrote("done", now, done, update)
@@ -190,36 +196,42 @@ class JournaledScheduler(Scheduler):
         self, batch: StepBatch, error: BaseException, *, rows: Mapping[int, RowFate], now: float
     ) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         update = super().fail_step(batch, error, rows=rows, now=now)
         fates = [[slot, fate.value] for slot, fate in rows.items()]
-        return self._wrote("fail", now, [batch.step_id, repr(error), fates], update)
+        return self._wrote("fail", now, [batch.step_id, described(error), fates], update)
 
     def set_policy(self, policy: Policy, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
-        update = super().set_policy(policy, now=now)
-        return self._wrote("policy", now, _policy_to_plain(policy), update)
+        now = self._ready_at(now)
+        plain = None
+        if isinstance(policy, Policy):
+            plain = _policy_to_plain(policy)
+            pairs = zip(_AXES, self.policy.strategies, policy.strategies, strict=True)
+            kept = [axis for axis, before, after in pairs if before is after]
+            if kept:
+                plain["kept"] = kept  # their states go on
+        return self._wrote("policy", now, plain, super().set_policy(policy, now=now))
 
     def set_capacity(self, capacity: Capacity, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
-        update = super().set_capacity(capacity, now=now)
-        return self._wrote("capacity", now, to_plain(capacity), update)
+        now = self._ready_at(now)
+        plain = to_plain(capacity)
+        return self._wrote("capacity", now, plain, super().set_capacity(capacity, now=now))
 
     def pause(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         return self._wrote("pause", now, None, super().pause(now=now))
 
     def resume(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         return self._wrote("resume", now, None, super().resume(now=now))
 
     def drain(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
-        self._ready()
+        now = self._ready_at(now)
         return self._wrote("drain", now, None, super().drain(now=now))
 
     # --- the lines ------------------------------------------------------------------------------
@@ -237,16 +249,17 @@ class JournaledScheduler(Scheduler):
                 f"journal: request {request.id!r} cannot be written as JSON: {error}"
             ) from error
 
-    def _ready(self) -> None:
+    def _ready_at(self, now: float) -> float:
         if self._failure is not None:
             raise JournalError(
                 f"journal: a line could not be written ({self._failure!r}), so what has happened "
                 "since cannot be restored; start anew with a journal that can"
             ) from self._failure
+        return float(now)  # as it is written; raises, if it must, before anything has changed
 
     def _wrote(self, call: str, now: float, asked: Any, update: Update) -> Update:
         told = _update_to_plain(update, names_rows=self._asking.select)
-        self._write(_line(call, float(now), asked, told), keep=bool(update.finished))
+        self._write(_line(call, now, asked, told), keep=bool(update.finished))
         return update
 
     def _write(self, line: str, *, keep: bool = False) -> None:
@@ -257,13 +270,13 @@ class JournaledScheduler(Scheduler):
                 self._sink.flush()
                 if self._fsync:
                     os.fsync(self._sink.fileno())
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - of whatever kind the sink is
             self._failure = error
             _log.exception("journal: a line could not be written")
 
 
 def _line(*values: Any) -> str:
-    return json.dumps(values, allow_nan=False, separators=(",", ":"), default=repr) + "\n"
+    return json.dumps(values, allow_nan=False, separators=(",", ":"), default=described) + "\n"
 
 
 def _policy_to_plain(policy: Policy) -> Any:
@@ -277,6 +290,17 @@ def _instant(value: float) -> float | str:
     return value if math.isfinite(value) else repr(value)
 
 
+def _knobs(knobs: Knobs) -> Any:
+    """Knobs as JSON can say them: as they are, or else in words."""
+    if knobs is NO_KNOBS:
+        return {}
+    try:
+        json.dumps(knobs, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return described(knobs)
+    return knobs
+
+
 def _update_to_plain(update: Update, *, names_rows: bool) -> Any:
     """What a call told. O(what changed), and the slots of a step whose rows were selected."""
     batch, finished, released, wake_at = update
@@ -285,15 +309,15 @@ def _update_to_plain(update: Update, *, names_rows: bool) -> Any:
         told["step"] = [batch.step_id, len(batch.rows)]
         if batch.joined:
             told["joined"] = [
-                [slot, request.id, phase.value, max_tokens, dict(knobs), resumed]
+                [slot, request.id, phase.value, max_tokens, _knobs(knobs), resumed]
                 for slot, request, phase, max_tokens, knobs, resumed in batch.joined
             ]
         if names_rows:
             told["slots"] = [row.slot for row in batch.rows]
         if batch.knobs is not NO_KNOBS:
-            told["knobs"] = dict(batch.knobs)
+            told["knobs"] = _knobs(batch.knobs)
         if batch.hints:
-            told["hints"] = [repr(hint) for hint in batch.hints]
+            told["hints"] = [described(hint) for hint in batch.hints]
     if finished:
         told["finished"] = [[one.request.id, one.reason.value, one.num_steps] for one in finished]
     if released:
@@ -312,7 +336,7 @@ def _outcome_to_plain(outcome: StepOutcome) -> Any:
     if outcome.phases:
         plain["phases"] = [[slot, phase.value] for slot, phase in outcome.phases]
     if outcome.failed:
-        plain["failed"] = [[slot, repr(error)] for slot, error in outcome.failed]
+        plain["failed"] = [[slot, described(error)] for slot, error in outcome.failed]
     if outcome.masked_remaining is not None:
         plain["masked"] = list(outcome.masked_remaining)
     return plain or None
@@ -359,7 +383,7 @@ def _read(source: str | os.PathLike[str] | Iterable[str]) -> Iterator[tuple[int,
                 raise ValueError("it is not [call, now, ...]")
             if number == 1 and (values[0] != "journal" or values[1] != _VERSION):
                 raise ValueError("a journal begins with its version")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise JournalError(f"journal, line {number}: {line[:120]!r}: {error}") from error
         yield number, line, values
 
@@ -459,7 +483,7 @@ def replay(
             raise
         except DllmSchedError as error:
             sink.last = f"{type(error).__name__}: {error}"
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _MALFORMED as error:
             raise JournalError(f"journal, line {number}: {line[:120]!r}: {error!r}") from error
         if sink.last != line and not _same(sink.last, values):
             difference = Difference(number, line.rstrip("\n"), sink.last.rstrip("\n"))
@@ -529,7 +553,15 @@ class _Player:
         self.scheduler.fail_step(flight, _RecordedError(text), rows=rows, now=now)
 
     def set_policy(self, now: float, asked: Any) -> None:
-        self.scheduler.set_policy(_policy(asked, self.policies), now=now)
+        policy = _policy(asked, self.policies)
+        pairs = zip(_AXES, self.scheduler.policy.strategies, policy.strategies, strict=True)
+        kept = asked.get("kept", ())
+        changes: dict[str, Any] = {
+            axis: before if axis in kept else copy.copy(after)
+            for axis, before, after in pairs
+            if axis in kept or before is after
+        }
+        self.scheduler.set_policy(attrs.evolve(policy, **changes), now=now)
 
     def set_capacity(self, now: float, asked: Any) -> None:
         self.scheduler.set_capacity(from_plain(asked), now=now)
@@ -657,7 +689,7 @@ def _read_survivors(source: str | os.PathLike[str] | Iterable[str]) -> _Survivor
                 left = _Survivors(values[2], values[3])
             else:
                 left.read(*values)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except _MALFORMED as error:
             raise JournalError(f"journal, line {number}: {line[:120]!r}: {error!r}") from error
     if left is None:
         raise JournalError("journal: it is empty")

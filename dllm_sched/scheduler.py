@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -55,6 +56,7 @@ from dllm_sched.errors import (
     OutcomeError,
     PolicyError,
     UnknownRequestError,
+    described,
 )
 from dllm_sched.events import (
     BlockDone,
@@ -81,6 +83,7 @@ from dllm_sched.view import BlockedBy, Round, SchedulerView
 __all__ = ["Counts", "Explanation", "Horizon", "Scheduler", "Stats"]
 
 _INF = math.inf
+_LATEST = sys.float_info.max  # also of an int, which may be larger
 _RUNNING = RequestStatus.RUNNING
 _PREFILL = Phase.PREFILL
 _ADMIT, _FINISH = Change.ADMIT, Change.FINISH
@@ -319,7 +322,7 @@ class Scheduler:
             ClockError: If ``now`` is not finite or went backward.
             PolicyError: If the policy raises or answers nonsense.
         """
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("submit", now)
         if not isinstance(request, Request):
             raise ConfigError(f"submit: expected a Request, got {request!r}")
@@ -396,7 +399,7 @@ class Scheduler:
             PolicyError: If the ordering raises or answers nonsense. Nothing has changed then.
             ClockError: If ``now`` is not finite or went backward.
         """
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("requeue", now)
         view = self._views.get(request_id)
         waits = view is not None and view._status is not _RUNNING
@@ -475,9 +478,10 @@ class Scheduler:
         if (
             outcome is NOTHING
             and batch is self._in_flight
+            and batch is not None  # what next_step gave when there was no step
             and num_steps < self._stop_step
             and steps == 1
-            and self._now <= now < _INF
+            and self._now <= now <= _LATEST
         ):
             self._now = now
             self._in_flight = self._ahead
@@ -489,9 +493,9 @@ class Scheduler:
     def _complete(self, batch: StepBatch, outcome: StepOutcome, now: float, steps: int) -> Update:
         """``complete_step`` when something may have changed."""
         num_steps = self._clock.steps
-        if batch is not self._in_flight:
+        if batch is not self._in_flight or batch is None:
             batch = self._check_flight("complete_step", batch)
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("complete_step", now)
         if steps != 1 and not (type(steps) is int and 1 < steps <= self._jump_step - num_steps):
             self._bad_steps(steps)
@@ -550,15 +554,14 @@ class Scheduler:
             ClockError: If ``now`` is not finite or went backward.
             PolicyError: If the ordering raised for a row that waits again.
         """
-        if batch is not self._in_flight:
+        if batch is not self._in_flight or batch is None:
             batch = self._check_flight("fail_step", batch)
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("fail_step", now)
         if not isinstance(error, BaseException):
             raise OutcomeError(f"fail_step: error must be an exception, got {error!r}")
         if not isinstance(rows, Mapping):
             raise OutcomeError(f"fail_step: rows must map slots to RowFates, got {rows!r}")
-        said = repr(error) if self._watch_steps else ""
         fates: list[tuple[RequestView, RowFate, tuple[float, ...]]] = []
         with self._locked():
             self._observe()
@@ -578,7 +581,7 @@ class Scheduler:
         self._in_flight = self._ahead = None
         self._num_failed_steps += 1
         if self._watch_steps:
-            self._emit(StepFailed(now, batch.step_id, len(batch.rows), said))
+            self._emit(StepFailed(now, batch.step_id, len(batch.rows), described(error)))
         for row in batch.joined if ahead is None else (*batch.joined, *ahead.joined):
             joined = self._running.slots[row.slot]
             if joined is not None and joined._status is _RUNNING:
@@ -630,7 +633,7 @@ class Scheduler:
             PolicyError: If it raises while it is asked. The old policy stays then.
             ClockError: If ``now`` is not finite or went backward.
         """
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("set_policy", now)
         with self._locked():
             try:
@@ -675,7 +678,7 @@ class Scheduler:
                 active.
             ClockError: If ``now`` is not finite or went backward.
         """
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("set_capacity", now)
         if not isinstance(capacity, Capacity):
             raise ConfigError(f"set_capacity: expected a Capacity, got {capacity!r}")
@@ -842,7 +845,7 @@ class Scheduler:
     def _plan(self, now: float) -> Update:
         """``next_step`` when something may have changed; see the module's docstring."""
         settled = self._now
-        if not settled <= now < _INF:
+        if not settled <= now <= _LATEST:
             self._bad_clock("next_step", now)
         self._now = _INF  # see _locked
         self._at = now
@@ -924,7 +927,7 @@ class Scheduler:
                 f"next_step: step {flight.step_id if flight else None} is in flight; complete_step "
                 "or fail_step comes first"
             )
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock("next_step", now)
         if now < self._quiet_until and not self._flight_progress:
             self._now = now
@@ -1697,7 +1700,7 @@ class Scheduler:
             self._now = now
 
     def _set_now(self, call: str, now: float) -> None:
-        if not self._now <= now < _INF:
+        if not self._now <= now <= _LATEST:
             self._bad_clock(call, now)
         self._now = self._at = now
         self._count_steps()

@@ -16,8 +16,8 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.errors import ConfigError
-from dllm_sched.policies.base import operator_of, operators
+from dllm_sched.errors import ConfigError, described
+from dllm_sched.policies.base import Strategy, operator_of, operators
 
 __all__ = ["from_plain", "to_plain"]
 
@@ -67,8 +67,12 @@ def from_plain(plain: Any) -> Any:
         return plain
     try:
         return _from_mapping(plain)
-    except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
-        raise ConfigError(f"not a policy or capacity of dllm_sched: {plain!r} ({error})") from error
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError, ArithmeticError) as error:
+        raise ConfigError(
+            f"not a policy or capacity of dllm_sched: {described(plain)[:200]} ({error!r})"
+        ) from error
 
 
 def _from_mapping(plain: dict[str, Any]) -> Any:
@@ -84,7 +88,10 @@ def _from_mapping(plain: dict[str, Any]) -> Any:
         value = {from_plain(k): from_plain(v) for k, v in plain["map"]}
     else:
         arguments = {name: from_plain(value) for name, value in plain["with"].items()}
-        value = _ours(plain["type"], type)(**arguments)
+        kind = _ours(plain["type"], type)
+        if not (attrs.has(kind) or issubclass(kind, Strategy)):  # which do something when built
+            raise ConfigError(f"{plain['type']!r} is no value")
+        value = kind(**arguments)
     return value
 
 

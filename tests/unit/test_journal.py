@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
@@ -507,3 +508,60 @@ def test_the_command_line_says_in_one_line_what_is_no_journal(tmp_path, capsys, 
         path.write_bytes(content)
     code, out, err = replayed(capsys, path)
     assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_swap_keeps_in_a_replay_the_states_that_it_kept(given):
+    """An axis whose object is unchanged keeps its state; an equal one of its own does not."""
+    share = attrs.evolve(presets.fair_share(1), name="share")
+    if given:  # a part of one's own: written by name alone
+        share = attrs.evolve(share, control=lambda rv, view: ({}, math.inf))
+    twin = attrs.evolve(share, ordering=copy.copy(share.ordering))
+    wider = attrs.evolve(share, admission=Slots(2), name="wider")
+
+    def swaps(scheduler: Any) -> None:
+        serial = itertools.count()
+        for policy in (share, wider, share, twin, wider, twin):
+            for tenant in "aab":
+                scheduler.submit(req(f"r{next(serial)}", tenant=tenant), now=0.0)
+            batch = scheduler.next_step(now=0.0).batch
+            over = tuple(RowFinished(row.slot, FinishReason.EOS) for row in batch.rows)
+            scheduler.complete_step(batch, StepOutcome(finished=over), now=0.0)
+            scheduler.set_policy(policy, now=0.0)
+        scheduler.drain(now=0.0)
+        while scheduler.has_work():
+            batch = scheduler.next_step(now=0.0).batch
+            over = tuple(RowFinished(row.slot, FinishReason.EOS) for row in batch.rows)
+            scheduler.complete_step(batch, StepOutcome(finished=over), now=0.0)
+
+    lines = lines_of(swaps, policy=share)
+    apart = {"share": share, "wider": attrs.evolve(wider, ordering=copy.copy(share.ordering))}
+    assert replay(lines, policies=apart).difference is None
+
+
+STATEFUL = {
+    policy.name: policy
+    for policy in (
+        presets.fair_share(3),
+        presets.wait(3, max_wait_s=0.5, rate="ema"),
+        presets.fixed_fill_online(3),
+        presets.sangam(3),
+    )
+}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("policies", [POLICIES, STATEFUL], ids=["plain", "stateful"])
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_any_record_nobody_is_lost_and_nobody_ends_twice(seed, policies, ahead):
+    play = Play(200 + seed, policies, ahead=ahead)
+    lines = play.run(120)
+    for number, must in play.after:
+        sink = io.StringIO()
+        back = restore(lines[:number], sink, now=1000.0, policies=policies, max_in_flight=ahead)
+        assert [request.id for request in back.requests] == must
+        back.scheduler.check_invariants()
+        ended = serve(back.scheduler, now=1000.0)
+        assert sorted(ended) == sorted(must)
+        written = sink.getvalue().splitlines(keepends=True)
+        assert replay(written, policies=policies).difference is None
