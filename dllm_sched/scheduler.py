@@ -211,6 +211,7 @@ class Scheduler:
         "_row_steps",
         "_rows",
         "_running",
+        "_sent_back",
         "_short",
         "_stop_step",
         "_unobserved",
@@ -283,6 +284,7 @@ class Scheduler:
         self._boundaries: list[RequestView] = []
         self._knob_boundaries: list[RequestView] = []
         self._retired = 0
+        self._sent_back = 0  # of them
         self._round_step = 0
         self._short: dict[RequestView, None] = {}  # rows whose growth found no pages, in order
         self._unobserved: list[Event] = []
@@ -969,6 +971,7 @@ class Scheduler:
             self._blocked,
             self._boundaries,
             self._retired,
+            self._sent_back,
             self._round_step,
             self._num_rounds,
         )
@@ -983,6 +986,7 @@ class Scheduler:
             self._blocked,
             self._boundaries,
             self._retired,
+            self._sent_back,
             self._round_step,
             self._num_rounds,
         ) = memo
@@ -1024,7 +1028,7 @@ class Scheduler:
         if held:  # what the round was about has been seen, by composition and hints as well
             if self._boundaries:
                 self._boundaries = []
-            self._retired = 0
+            self._retired = self._sent_back = 0
         return batch
 
     def _hold_round(self, now: float) -> Round | None:
@@ -1055,6 +1059,7 @@ class Scheduler:
             num_steps=self._clock.steps - self._round_step,
             boundaries=self._boundaries,
             num_retired=self._retired,
+            num_preempted=self._sent_back,
             rows=self._running.rows if self._asking.needs_rows else None,
             youngest=self._running.youngest,
         )
@@ -1446,6 +1451,7 @@ class Scheduler:
         self._arm_knobs(view, _INF)
         self._arm(view, request.deadline_at, _DEADLINE)
         self._retired += 1
+        self._sent_back += 1
         self._num_preempted += 1
         self._progressed = True
         self._touch()

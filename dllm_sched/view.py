@@ -63,6 +63,7 @@ class Round:
         "joined",
         "joined_tokens",
         "num_joined",
+        "num_preempted",
         "num_retired",
         "num_steps",
         "view",
@@ -75,6 +76,7 @@ class Round:
         num_steps: int,
         boundaries: Sequence[RequestView],
         num_retired: int,
+        num_preempted: int,
         rows: Callable[[], Sequence[RequestView]] | None,
         youngest: Callable[[], Iterator[RequestView]],
     ) -> None:
@@ -82,6 +84,7 @@ class Round:
         self.num_steps = num_steps  #: steps completed since the last round
         self.boundaries = boundaries  #: rows that crossed a block boundary since; needs ``blocks``
         self.num_retired = num_retired  #: rows that left since
+        self.num_preempted = num_preempted  #: of them those sent back, in this very call included
         self.joined: list[RequestView] = []  #: admitted in this round, in order
         self.num_joined = 0
         self.joined_tokens = 0  #: sum of the joined rows' ``max_tokens``

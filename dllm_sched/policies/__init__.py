@@ -4,6 +4,7 @@ from dllm_sched.policies.admission import (
     AtBatchBoundary,
     AtBlockBoundary,
     MaxWaiting,
+    NotAfterPreemption,
     Slots,
     TokenBudget,
 )
@@ -117,6 +118,7 @@ __all__ = [
     "NestedWaitQuota",
     "NestedWaitRows",
     "NestedWaitStart",
+    "NotAfterPreemption",
     "Ordering",
     "PastDeadline",
     "PayloadCost",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -12,7 +13,14 @@ from dllm_sched.policies.base import Admission, Verdict
 from dllm_sched.request import RequestView
 from dllm_sched.view import Round, SchedulerView
 
-__all__ = ["AtBatchBoundary", "AtBlockBoundary", "MaxWaiting", "Slots", "TokenBudget"]
+__all__ = [
+    "AtBatchBoundary",
+    "AtBlockBoundary",
+    "MaxWaiting",
+    "NotAfterPreemption",
+    "Slots",
+    "TokenBudget",
+]
 
 _ADMIT, _STOP = Verdict.ADMIT, Verdict.STOP
 
@@ -86,6 +94,23 @@ class TokenBudget(Admission):
         total = view.tokens_in_rows + round.joined_tokens + rv.max_tokens
         alone = view.num_running + round.num_joined == 0
         return _ADMIT if total <= self.tokens or alone else _STOP
+
+
+@attrs.frozen
+class NotAfterPreemption(Admission):
+    """Let nobody join in a round in which rows were sent back: their room is not for others.
+
+    Source:
+        vLLM (Kwon et al., SOSP 2023), whose scheduler admits nobody in an iteration that preempts.
+    """
+
+    def admit(self, state: Any, rv: RequestView, round: Round) -> Verdict:
+        """Admit unless rows were preempted since the last round. O(1)."""
+        return _STOP if round.num_preempted else _ADMIT
+
+    def recheck(self, state: Any, round: Round) -> float:
+        """Return 1 if it has just held somebody back."""
+        return 1 if round.num_preempted else math.inf
 
 
 @attrs.frozen

@@ -10,7 +10,13 @@ import attrs
 
 from dllm_sched.capacity import MemoryModel
 from dllm_sched.errors import ConfigError
-from dllm_sched.policies.admission import AtBatchBoundary, AtBlockBoundary, Slots, TokenBudget
+from dllm_sched.policies.admission import (
+    AtBatchBoundary,
+    AtBlockBoundary,
+    NotAfterPreemption,
+    Slots,
+    TokenBudget,
+)
 from dllm_sched.policies.base import Policy
 from dllm_sched.policies.blockserve import BoundingBox, ShortestPrompt
 from dllm_sched.policies.composition import AllRows
@@ -362,9 +368,8 @@ def orca(batch_size: int) -> Policy:
 def vllm(batch_size: int) -> Policy:
     """First come, first served as memory allows; when it runs out the last to come starts over.
 
-    Memory grows with the row: ``Capacity(memory=GrowingKV(...))``. Who was sent back does not
-    rejoin in that round (in which the original admits nobody, but here a later one may take the
-    room); from the next one on it comes before whoever arrived later.
+    Memory grows with the row: ``Capacity(memory=GrowingKV(...))``. Nobody joins in a round that
+    sent rows back; from the next one on they come before whoever arrived later.
 
     Args:
         batch_size: Rows, >= 1.
@@ -373,7 +378,9 @@ def vllm(batch_size: int) -> Policy:
         "PagedAttention / vLLM" (Kwon et al., SOSP 2023), preemption by recomputation; a baseline
         for autoregressive models.
     """
-    return Policy(admission=Slots(batch_size), eviction=YoungestFirst(), name="vllm")
+    return Policy(
+        admission=Slots(batch_size) & NotAfterPreemption(), eviction=YoungestFirst(), name="vllm"
+    )
 
 
 def sarathi(batch_size: int, *, tokens: int = 2048) -> Policy:

@@ -66,8 +66,8 @@ def _object(value: Any, above: tuple[int, ...]) -> object:  # noqa: PLR0911  # g
     if isinstance(value, types.MethodType):
         return ("method", id(value.__func__), fingerprint(value.__self__, above))
     if isinstance(value, Round):
-        names = ("joined", "num_joined", "joined_tokens", "num_steps", "num_retired", "blocked")
-        return tuple([fingerprint(getattr(value, name), above) for name in names])
+        names = "joined num_joined joined_tokens num_steps num_retired num_preempted blocked"
+        return tuple([fingerprint(getattr(value, name), above) for name in names.split()])
     if isinstance(value, random.Random):
         return ("random", hash(value.getstate()))
     parts = tuple([(name, fingerprint(one, above)) for name, one in attributes(value)])

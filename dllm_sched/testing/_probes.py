@@ -438,7 +438,7 @@ class _AdmissionProbe(_Probe, Admission):
         round.view = round.view._replace(now=at)
         round.num_steps = num_steps
         round.boundaries = []
-        round.num_retired = 0
+        round.num_retired = round.num_preempted = 0
         verdict: Verdict = self._once("admit", (state, ask.rv, round))
         return verdict
 

@@ -68,6 +68,7 @@ def make_round() -> Round:
         num_steps=1,
         boundaries=(),
         num_retired=0,
+        num_preempted=0,
         rows=lambda: ROWS,
         youngest=lambda: reversed(ROWS),
     )
