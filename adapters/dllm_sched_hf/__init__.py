@@ -1,4 +1,6 @@
-"""LLaDA + D2F on transformers and PEFT: batched denoising steps for ``dllm_sched``.
+"""LLaDA on transformers and PEFT: batched denoising steps for ``dllm_sched``.
+
+Three decoders behind one engine: D2F, Fast-dLLM, and plain LLaDA generation.
 
 Importing this package is cheap; torch comes in with the first name that needs it.
 """
@@ -9,10 +11,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dllm_sched_hf.decoder import Decoder, DecodeRequest
     from dllm_sched_hf.engine import (
         D2FEngine,
         D2FOutput,
         D2FRequest,
+        DecodeOutput,
+        DecodingEngine,
+        FastDLLMEngine,
+        FastDLLMRequest,
+        LLaDAEngine,
+        LLaDARequest,
         NonFiniteLogitsError,
         StepOutOfMemoryError,
     )
@@ -23,8 +32,16 @@ __all__ = [
     "D2FEngine",
     "D2FOutput",
     "D2FRequest",
+    "DecodeOutput",
+    "DecodeRequest",
+    "Decoder",
+    "DecodingEngine",
+    "FastDLLMEngine",
+    "FastDLLMRequest",
     "LLaDAConfig",
+    "LLaDAEngine",
     "LLaDAModelLM",
+    "LLaDARequest",
     "NonFiniteLogitsError",
     "StepOutOfMemoryError",
     "block_causal_mask",
@@ -32,6 +49,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DecodeRequest": "decoder",
+    "Decoder": "decoder",
     "LLaDAConfig": "modeling_llada",
     "LLaDAModelLM": "modeling_llada",
     "block_causal_mask": "modeling_llada",

@@ -263,7 +263,8 @@ class AttentionGroup(NamedTuple):
 
     start: int  #: the group's tokens are ``start..stop-1`` of the packed axis
     stop: int
-    slots: slice | Tensor  #: cache slots of its g rows, in packed order
+    slots: slice | Tensor | None
+    """Cache slots of its g rows, in packed order; None = without a cache, all keys are new."""
     num_keys: int  #: longest row of the group, new tokens included
     pad: Tensor | None  #: int64 ``[g, max_q]`` into the group's tokens; None = nothing to pad
     unpad: Tensor | None  #: int64 ``[stop - start]`` into the ``g * max_q`` padded queries
@@ -275,7 +276,8 @@ class PackedLayout(NamedTuple):
     """Where the packed tokens of one forward belong."""
 
     positions: Tensor  #: int64 ``[tokens]``, position of each token in its own row
-    write_index: Tensor  #: int64 ``[tokens]``, ``slot * max_len + position``
+    write_index: Tensor | None
+    """int64 ``[tokens]``, ``slot * max_len + position``; None = without a cache."""
     groups: tuple[AttentionGroup, ...]  #: cover the packed axis in order
 
 
@@ -475,13 +477,15 @@ class LLaDAModelLM(PreTrainedModel):
         )
         return output.to_tuple() if return_dict is False else output
 
-    def forward_packed(self, input_ids: Tensor, layout: PackedLayout, cache: KVCache) -> Tensor:
+    def forward_packed(
+        self, input_ids: Tensor, layout: PackedLayout, cache: KVCache | None
+    ) -> Tensor:
         """Run the new tokens of all rows once, and leave their keys and values in the cache.
 
         Args:
             input_ids: int64 ``[tokens]``, the rows' new tokens behind each other.
             layout: Where each token belongs and what each row may see.
-            cache: Read up to each row's start, written from there on.
+            cache: Written where the layout says, then read; None = rows see their new tokens only.
 
         Returns:
             Hidden states ``[tokens, d_model]`` after the final norm; :meth:`logits` takes any
@@ -490,10 +494,12 @@ class LLaDAModelLM(PreTrainedModel):
         parts = self.model.transformer
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.keys[layer], cache.values[layer]
-            keys.flatten(0, 1).index_copy_(0, layout.write_index, k)
-            values.flatten(0, 1).index_copy_(0, layout.write_index, v)
-            outs = [_attend_group(group, q, keys, values) for group in layout.groups]
+            if cache is not None and layout.write_index is not None:
+                keys, values = cache.keys[layer], cache.values[layer]
+                keys.flatten(0, 1).index_copy_(0, layout.write_index, k)
+                values.flatten(0, 1).index_copy_(0, layout.write_index, v)
+                k, v = keys, values
+            outs = [_attend_group(group, q, k, v) for group in layout.groups]
             return outs[0] if len(outs) == 1 else torch.cat(outs)
 
         x = parts.wte(input_ids)
@@ -508,11 +514,22 @@ class LLaDAModelLM(PreTrainedModel):
 
 
 def _attend_group(group: AttentionGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend for one group of rows; ``[stop - start, heads, head_dim]``."""
+    """Attend for one group of rows; ``[stop - start, heads, head_dim]``.
+
+    Keys and values are a layer's cache or, where the group has no slots, those of the new tokens.
+    """
     q = q[group.start : group.stop]
     heads, head_dim = q.shape[1:]
-    kv_heads = keys.shape[2]
+    kv_heads = keys.shape[-2]
     share = heads // kv_heads
+    if group.slots is None:
+        keys, values = (x[group.start : group.stop] for x in (keys, values))
+        if group.pad is None:
+            keys, values = (x.unflatten(0, (group.num_rows, -1)) for x in (keys, values))
+        else:
+            keys, values = keys[group.pad], values[group.pad]
+    else:
+        keys, values = (x[group.slots, : group.num_keys] for x in (keys, values))
     if group.pad is not None:
         q = q[group.pad]  # [g, max_q, heads, head_dim]
     # Query heads that share a key head become more queries of that head: no key is copied.
@@ -523,8 +540,8 @@ def _attend_group(group: AttentionGroup, q: Tensor, keys: Tensor, values: Tensor
         bias = bias.repeat(1, 1, share, 1)
     out = F.scaled_dot_product_attention(
         q.reshape(group.num_rows, kv_heads, share * max_q, head_dim),
-        keys[group.slots, : group.num_keys].transpose(1, 2),
-        values[group.slots, : group.num_keys].transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
         attn_mask=bias,
     )
     out = out.view(group.num_rows, kv_heads, share, max_q, head_dim).permute(0, 3, 1, 2, 4)

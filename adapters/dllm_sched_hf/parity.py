@@ -4,9 +4,10 @@
 
 ``DIR`` holds files of the golden format: ``forward_<model>.npz`` (logits), ``*.json`` or
 ``*.json.gz`` (requests with their full traces), and the checkpoints that they name: ``<model>/``
-and ``<model>_lora/``. Every logit array must agree within 5e-4 and every D2F request in its tokens,
-number of forwards, blocks and complete trace: alone, and in mixed batches with a random order of
-arrival and late joiners. Kinds that this adapter does not decode are listed.
+and ``<model>_lora/``. Every logit array must agree within 5e-4 and every request (D2F, Fast-dLLM,
+plain LLaDA) in its tokens, number of forwards, blocks and complete trace: alone, and in mixed
+batches with a random order of arrival and late joiners. Kinds that this adapter does not decode are
+listed.
 
 Exit status: 0 everything agrees, 1 something differs (the first difference of each is named), 2 the
 directory or an argument is unusable, or nothing could be compared. Nothing is ever downloaded.
@@ -34,7 +35,17 @@ from dllm_sched import Scheduler
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies import Policy, presets
 from dllm_sched.request import FinishReason
-from dllm_sched_hf.engine import D2FEngine, D2FOutput, D2FRequest
+from dllm_sched_hf.d2f import D2FRequest
+from dllm_sched_hf.decoder import DecodeRequest
+from dllm_sched_hf.engine import (
+    D2FEngine,
+    DecodeOutput,
+    DecodingEngine,
+    FastDLLMEngine,
+    LLaDAEngine,
+)
+from dllm_sched_hf.fast_dllm import FastDLLMRequest
+from dllm_sched_hf.llada import LLaDARequest
 from dllm_sched_hf.loading import load_model, resolve_device, resolve_dtype
 from dllm_sched_hf.modeling_llada import LLaDAModelLM, block_causal_mask
 
@@ -49,6 +60,11 @@ _POLICIES: dict[str, Callable[[int], Policy]] = {
     "per_request": lambda _batch_size: presets.per_request(),
 }
 
+_ENGINES: dict[str, type[DecodingEngine]] = {
+    "d2f": D2FEngine,
+    "fast_dllm": FastDLLMEngine,
+    "llada": LLaDAEngine,
+}
 
 # What damaged npz and gzip files raise; an npy file under the name of an npz is a TypeError.
 _UNREADABLE = (
@@ -152,8 +168,8 @@ def check_directory(
     for path in records:
         record = _read_record(path)
         kind = _field(path.name, record, "kind", str)
-        if kind == "d2f":
-            yield from _check_d2f(run, path.name, record, batch_size, policy, seed)
+        if kind in _ENGINES:
+            yield from _check_decoding(run, path.name, record, batch_size, policy, seed)
         else:
             yield Check(path.name, kind, 0, note="not decoded yet")
 
@@ -269,9 +285,10 @@ def _compare_arrays(
 # -- decoding
 
 
-def _check_d2f(
+def _check_decoding(
     run: _Run, file: str, record: dict[str, Any], batch_size: int, policy: str, seed: int
 ) -> Iterator[Check]:
+    engine_type = _ENGINES[record["kind"]]
     name = _field(file, record, "model", str)
     uses = record.get("lora")
     lora = uses if isinstance(uses, str) else f"{name}_lora" if uses else None
@@ -284,7 +301,7 @@ def _check_d2f(
         )
     entries = _field(file, record, "requests", list)
     if not entries:
-        yield Check(file, "d2f", 0, note="holds no requests")
+        yield Check(file, record["kind"], 0, note="holds no requests")
         return
     cases = [_case(file, record, entry) for entry in entries]
     seen: set[str] = set()
@@ -304,7 +321,7 @@ def _check_d2f(
         ]
         return Check(file, what, len(cases), tuple(differences))
 
-    alone = D2FEngine(model, max_num_seqs=1, max_len=max_len, trace=True)
+    alone = engine_type(model, max_num_seqs=1, max_len=max_len, trace=True)
     for request in runnable:
         try:
             alone.check(request)
@@ -314,14 +331,14 @@ def _check_d2f(
     for request in runnable:
         outputs |= serve_mixed(alone, [request], presets.per_request(), random.Random(seed))
     yield compare("alone", outputs)
-    mixed = D2FEngine(model, max_num_seqs=batch_size, max_len=max_len, trace=True)
+    mixed = engine_type(model, max_num_seqs=batch_size, max_len=max_len, trace=True)
     outputs = serve_mixed(mixed, runnable, _POLICIES[policy](batch_size), random.Random(seed))
     yield compare(f"batch {batch_size}, {policy}", outputs)
 
 
 def serve_mixed(
-    engine: D2FEngine, requests: Sequence[D2FRequest], policy: Policy, rng: random.Random
-) -> dict[str, D2FOutput | BaseException | None]:
+    engine: DecodingEngine, requests: Sequence[DecodeRequest], policy: Policy, rng: random.Random
+) -> dict[str, DecodeOutput | BaseException | None]:
     """Serve requests that arrive in random order, most of them while others run.
 
     Time is virtual: a step takes one second.
@@ -331,7 +348,7 @@ def serve_mixed(
     """
     sched = Scheduler(policy=policy, capacity=engine.capacity())
     waiting = rng.sample(list(requests), len(requests))
-    results: dict[str, D2FOutput | BaseException | None] = {}
+    results: dict[str, DecodeOutput | BaseException | None] = {}
     now = 0.0
     while waiting or sched.has_work():
         for _ in range(min(len(waiting), rng.choice((0, 0, 1, 3)))):
@@ -353,7 +370,7 @@ def serve_mixed(
 
 def _case(
     file: str, record: dict[str, Any], entry: Any
-) -> tuple[D2FRequest | None, dict[str, Any]]:
+) -> tuple[DecodeRequest | None, dict[str, Any]]:
     """Return the request of a stored entry; None if its budget holds no block."""
     if not isinstance(entry, dict) or "id" not in entry:
         raise ConfigError(f"{file}: requests: each must be an object with an id, got {entry!r:.80}")
@@ -362,56 +379,93 @@ def _case(
             f"{file}: requests: id must be an int or a non-empty str, got {entry['id']!r:.80}"
         )
     where = f"{file}: request {entry['id']}"
-    for field, kind in (("prompt", list), ("output", list), ("trace", list), ("n_forward", int)):
-        _field(where, entry, field, kind)
+    for field in ("prompt", "output", "trace"):
+        _field(where, entry, field, list)
+    _field(where, entry, _count_of(entry), int)
     for number, step in enumerate(entry["trace"], 1):
         if not isinstance(step, dict):
             raise ConfigError(f"{where}: trace: step {number} must be an object, got {step!r:.80}")
-    params = _field(file, record, "params", dict)
+    build = _d2f_request if record["kind"] == "d2f" else _canvas_request
+    try:
+        return build(file, record, entry, _field(file, record, "params", dict)), entry
+    except ConfigError as error:
+        named = str(error).startswith(f"{file}: ")
+        raise error if named else ConfigError(f"{file}: {error}") from error
+
+
+def _d2f_request(
+    file: str, record: dict[str, Any], entry: dict[str, Any], params: dict[str, Any]
+) -> DecodeRequest | None:
     block_length = _field(f"{file}: params", params, "block_size", int)
     budget = _field(f"{file}: params", params, "max_new_tokens", int)
     if 0 <= budget < block_length:
-        return None, entry
-    try:
-        request = D2FRequest(
-            str(entry["id"]),
-            prompt=entry["prompt"],
-            max_new_tokens=budget,
-            block_length=block_length,
-            temperature=params.get("temperature", 0.0),
-            block_add_threshold=_field(file, params, "block_add_threshold", (int, float)),
-            decoded_token_threshold=_field(file, params, "decoded_token_threshold", (int, float)),
-            skip_threshold=_field(file, params, "skip_threshold", (int, float)),
-            stop_token_ids=(_field(file, record, "eos_token_id", int),),
-            truncate_at_stop=False,
-            whole_blocks_only=True,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    return request, entry
+        return None
+    return D2FRequest(
+        str(entry["id"]),
+        prompt=entry["prompt"],
+        max_new_tokens=budget,
+        block_length=block_length,
+        temperature=params.get("temperature", 0.0),
+        block_add_threshold=_field(file, params, "block_add_threshold", (int, float)),
+        decoded_token_threshold=_field(file, params, "decoded_token_threshold", (int, float)),
+        skip_threshold=_field(file, params, "skip_threshold", (int, float)),
+        stop_token_ids=(_field(file, record, "eos_token_id", int),),
+        truncate_at_stop=False,
+        whole_blocks_only=True,
+    )
+
+
+def _canvas_request(
+    file: str, record: dict[str, Any], entry: dict[str, Any], params: dict[str, Any]
+) -> DecodeRequest:
+    """Return the request of a Fast-dLLM or plain LLaDA entry."""
+    where = f"{file}: params"
+    fields = {
+        "prompt": entry["prompt"],
+        "max_new_tokens": _field(where, params, "gen_length", int),
+        "block_length": _field(where, params, "block_length", int),
+        "temperature": params.get("temperature", 0.0),
+        "stop_token_ids": (_field(file, record, "eos_token_id", int),),
+        "truncate_at_stop": False,
+    }
+    steps = _field(where, params, "steps", int)
+    if record["kind"] == "llada":
+        scale = params.get("cfg_scale", 0.0)
+        return LLaDARequest(str(entry["id"]), steps=steps, cfg_scale=scale, **fields)
+    rules = {name: params.get(name) for name in ("threshold", "factor")}
+    if rules == {"threshold": None, "factor": None}:
+        rules["steps"] = steps
+    cache = _field(file, record, "cache", str)
+    return FastDLLMRequest(str(entry["id"]), cache=cache, **rules, **fields)
+
+
+def _count_of(entry: dict[str, Any]) -> str:
+    """Return under which name an entry holds its number of forwards."""
+    return "nfe" if "nfe" in entry else "n_forward"
 
 
 def _result(
-    request: D2FRequest | None, outputs: dict[str, Any]
-) -> D2FOutput | BaseException | None:
+    request: DecodeRequest | None, outputs: dict[str, Any]
+) -> DecodeOutput | BaseException | None:
     if request is None:
-        return D2FOutput((), 0, 0, None, ())
+        return DecodeOutput((), 0, 0, None, ())
     return outputs.get(request.id)
 
 
 def _first_difference(
-    expected: dict[str, Any], got: D2FOutput | BaseException | None
+    expected: dict[str, Any], got: DecodeOutput | BaseException | None
 ) -> str | None:
     """Name the first thing that differs: by step, then in the result; None if nothing does."""
-    if not isinstance(got, D2FOutput):
+    if not isinstance(got, DecodeOutput):
         return f"no result: {got}"
     trace = got.trace or ()
     for number, (step, ours) in enumerate(zip(expected["trace"], trace, strict=False), 1):
         for key, value in step.items():
             if value != ours.get(key):
                 return f"step {number}: {key}: expected {value}, got {ours.get(key)}"
+    count = _count_of(expected)
     for what, want, have in (
-        ("n_forward", expected["n_forward"], got.num_forwards),
+        (count, expected[count], got.num_forwards),
         ("n_blocks", expected.get("n_blocks", got.num_blocks), got.num_blocks),
         ("eos_step", expected.get("eos_step", got.first_stop_step), got.first_stop_step),
         ("trace length", len(expected["trace"]), len(trace)),
@@ -487,7 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("everything agrees" if ok else f"{wrong} of {len(checks)} checks differ")
     if vacuous:
         print(
-            f"error: {args.directory}: nothing was checked: no file holds logits or D2F requests",
+            f"error: {args.directory}: nothing was checked: no file holds logits or requests",
             file=sys.stderr,
         )
         return 2

@@ -15,7 +15,7 @@ from dllm_sched.theory.maxima import (
     mean,
     refill_gain,
 )
-from dllm_sched_hf.d2f import BlockStates, RowSetup
+from dllm_sched_hf.d2f import D2F, D2FRequest
 
 
 def _ladder(append, activate, length=32):
@@ -69,8 +69,9 @@ def test_defaults_are_ours():
 def _replay(ladder, num_blocks):
     """Run the decoder's block states when no token passes the confidence threshold."""
     length = ladder.block_length
-    states = BlockStates(1, 4 + length * num_blocks, 9)
-    states.start(0, RowSetup([1] * 4, length, num_blocks))
+    states = D2F(1, 4 + length * num_blocks, 9)
+    budget = length * num_blocks
+    states.start(0, D2FRequest("r", prompt=[1] * 4, block_length=length, max_new_tokens=budget))
     states.block_add_threshold[:] = ladder.block_add_threshold
     states.decoded_token_threshold[:] = ladder.decoded_token_threshold
     states.skip_threshold[:] = 1.0
