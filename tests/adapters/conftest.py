@@ -17,7 +17,16 @@ pytest.importorskip("peft")
 
 from dllm_sched.batch import Released, Row, StepBatch, StepOutcome  # noqa: E402
 from dllm_sched.request import Phase  # noqa: E402
-from dllm_sched_hf.engine import D2FEngine, D2FRequest  # noqa: E402
+from dllm_sched_hf.decoder import DecodeRequest  # noqa: E402
+from dllm_sched_hf.engine import (  # noqa: E402
+    D2FEngine,
+    D2FRequest,
+    DecodingEngine,
+    FastDLLMEngine,
+    FastDLLMRequest,
+    LLaDAEngine,
+    LLaDARequest,
+)
 from dllm_sched_hf.loading import load_model  # noqa: E402
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -66,32 +75,69 @@ def record() -> Callable[[str], dict[str, Any]]:
     return read_record
 
 
+def _d2f(stored: dict[str, Any]) -> tuple[type[DecodeRequest], dict[str, Any]]:
+    params = stored["params"]
+    names = ("block_add_threshold", "decoded_token_threshold", "skip_threshold", "max_new_tokens")
+    fields = {name: params[name] for name in names}
+    return D2FRequest, fields | {"block_length": params["block_size"], "whole_blocks_only": True}
+
+
+def _canvas(stored: dict[str, Any]) -> tuple[type[DecodeRequest], dict[str, Any]]:
+    params = stored["params"]
+    fields = {"max_new_tokens": params["gen_length"], "block_length": params["block_length"]}
+    if stored["kind"] == "llada":
+        return LLaDARequest, fields | {name: params[name] for name in ("steps", "cfg_scale")}
+    rule = next((name for name in ("threshold", "factor") if params[name] is not None), "steps")
+    return FastDLLMRequest, fields | {"cache": stored["cache"], rule: params[rule]}
+
+
 @pytest.fixture(scope="session")
-def golden_request() -> Callable[..., D2FRequest]:
+def golden_request() -> Callable[..., Any]:
     """``golden_request(record, entry, **overrides)``: a recorded request, in reference mode."""
 
-    def build(stored: dict[str, Any], entry: dict[str, Any], **overrides: Any) -> D2FRequest:
-        params = stored["params"]
-        fields = {
+    def build(stored: dict[str, Any], entry: dict[str, Any], **overrides: Any) -> DecodeRequest:
+        request_type, fields = (_d2f if stored["kind"] == "d2f" else _canvas)(stored)
+        fields |= {
             "prompt": entry["prompt"],
-            "max_new_tokens": params["max_new_tokens"],
-            "block_length": params["block_size"],
-            "block_add_threshold": params["block_add_threshold"],
-            "decoded_token_threshold": params["decoded_token_threshold"],
-            "skip_threshold": params["skip_threshold"],
             "stop_token_ids": (stored["eos_token_id"],),
             "truncate_at_stop": False,
-            "whole_blocks_only": True,
         }
-        return D2FRequest(str(entry["id"]), **(fields | overrides))
+        return request_type(str(entry["id"]), **(fields | overrides))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def golden_engine(model: Callable[..., Any]) -> Callable[..., DecodingEngine]:
+    """``golden_engine(record, max_num_seqs, net=None)``: a tracing engine that decodes it."""
+    engines = {"d2f": D2FEngine, "fast_dllm": FastDLLMEngine, "llada": LLaDAEngine}
+
+    def build(stored: dict[str, Any], max_num_seqs: int, net: Any = None) -> DecodingEngine:
+        if net is None:
+            net = model(stored["model"], lora=stored["lora"])
+        return engines[stored["kind"]](net, max_num_seqs=max_num_seqs, trace=True)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def assert_recorded() -> Callable[[Any, dict[str, Any]], None]:
+    """``assert_recorded(output, entry)``: tokens, forwards and every step are the recorded ones."""
+
+    def check(output: Any, entry: dict[str, Any]) -> None:
+        assert list(output.tokens) == entry["output"]
+        assert output.num_forwards == entry["nfe" if "nfe" in entry else "n_forward"]
+        assert output.num_blocks == entry.get("n_blocks", output.num_blocks)
+        assert output.first_stop_step == entry.get("eos_step", output.first_stop_step)
+        assert list(output.trace) == entry["trace"]
+
+    return check
 
 
 class HandLoop:
     """Drives an engine without a scheduler: rows join, step and leave when the test says so."""
 
-    def __init__(self, engine: D2FEngine) -> None:
+    def __init__(self, engine: DecodingEngine) -> None:
         self.engine = engine
         self.rows: dict[int, Row] = {}
         self.joined: list[Row] = []
@@ -99,7 +145,9 @@ class HandLoop:
         self.errors: dict[str, BaseException] = {}
         self.step_id = 0
 
-    def join(self, slot: int, request: D2FRequest, *, resumed: bool = False, **knobs: Any) -> None:
+    def join(
+        self, slot: int, request: DecodeRequest, *, resumed: bool = False, **knobs: Any
+    ) -> None:
         row = Row(slot, request, Phase.PREFILL, 0, knobs, resumed)
         self.rows[slot] = row
         self.joined.append(row)
@@ -136,6 +184,6 @@ class HandLoop:
 
 
 @pytest.fixture
-def loop() -> Callable[[D2FEngine], HandLoop]:
+def loop() -> Callable[[DecodingEngine], HandLoop]:
     """``loop(engine)``: a :class:`HandLoop`."""
     return HandLoop

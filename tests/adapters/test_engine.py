@@ -38,48 +38,70 @@ FILES = [
     "d2f_nondivisible_b32",
     "d2f_serial_b16",
     "d2f_train_b16",
+    "fast_dllm_dual_factor1",
+    "fast_dllm_dual_thr05_b4",
+    "fast_dllm_dual_thr09",
+    "fast_dllm_dual_topk",
+    "fast_dllm_gqa_dual_thr08_b16",
+    "fast_dllm_nocache_thr09",
+    "fast_dllm_prefix_factor2_b8",
+    "fast_dllm_prefix_thr09",
+    "llada_g32_b32_s32_cfg",
+    "llada_g60_b20_s24",
+    "llada_g64_b16_s32",
+    "llada_g64_b64_s64",
 ]
 
+DECODERS = [
+    "d2f_aggressive_b16",
+    "fast_dllm_dual_thr05_b4",
+    "fast_dllm_prefix_factor2_b8",
+    "fast_dllm_gqa_dual_thr08_b16",
+    "llada_g32_b32_s32_cfg",
+    "llada_g60_b20_s24",
+]
+"""Short ones of every kind."""
 
-def _assert_recorded(output, entry):
-    assert list(output.tokens) == entry["output"]
-    assert output.num_forwards == entry["n_forward"]
-    assert output.num_blocks == entry["n_blocks"]
-    assert output.first_stop_step == entry["eos_step"]
-    assert list(output.trace) == entry["trace"]
+POLICIES = {
+    "continuous": presets.continuous,
+    "fixed_fill": lambda batch_size: presets.fixed_fill(batch_size, 3.0),
+    "block_refill": presets.block_refill,
+}
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_alone_every_step_is_the_recorded_one(name, record, golden_request, model, loop):
+def test_alone_every_step_is_the_recorded_one(
+    name, record, golden_request, golden_engine, assert_recorded, loop
+):
     stored = record(name)
-    engine = D2FEngine(model(stored["model"], lora=stored["lora"]), max_num_seqs=1, trace=True)
+    engine = golden_engine(stored, 1)
     drive = loop(engine)
     for entry in stored["requests"]:
         drive.join(0, golden_request(stored, entry))
         drive.run()
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
-    assert engine.num_forwards == sum(entry["n_forward"] for entry in stored["requests"])
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
+    assert engine.num_forwards == sum(len(entry["trace"]) for entry in stored["requests"])
 
 
 def _mixes():
-    """Every file in every batch size; both policies shared out, or each (DLLM_SCHED_FULL=1)."""
+    """Every file in every batch size; the policies shared out, or each (DLLM_SCHED_FULL=1)."""
     for index, name in enumerate(FILES):
         for batch_size in (4, 8, 16):
-            for fill in (False, True):
-                if fill == bool((index + batch_size // 4) % 2) or os.environ.get("DLLM_SCHED_FULL"):
-                    yield name, batch_size, fill
+            for turn, policy in enumerate(POLICIES):
+                mine = turn == (index + batch_size // 4) % len(POLICIES)
+                if mine or os.environ.get("DLLM_SCHED_FULL"):
+                    yield name, batch_size, policy
 
 
-@pytest.mark.parametrize(("name", "batch_size", "fill"), list(_mixes()))
-def test_neighbours_change_nothing(name, batch_size, fill, record, golden_request, model):
+@pytest.mark.parametrize(("name", "batch_size", "policy"), list(_mixes()))
+def test_neighbours_change_nothing(
+    name, batch_size, policy, record, golden_request, golden_engine, assert_recorded
+):
     """Random order, late joiners, and neighbours that are cancelled or fail at random steps."""
     stored = record(name)
     rng = random.Random(f"{name} {batch_size}")
-    engine = D2FEngine(
-        model(stored["model"], lora=stored["lora"]), max_num_seqs=batch_size, trace=True
-    )
-    policy = presets.fixed_fill(batch_size, 3.0) if fill else presets.continuous(batch_size)
-    sched = Scheduler(policy=policy, capacity=engine.capacity())
+    engine = golden_engine(stored, batch_size)
+    sched = Scheduler(policy=POLICIES[policy](batch_size), capacity=engine.capacity())
     arrivals = [golden_request(stored, entry) for entry in stored["requests"]]
     for index in range(8):
         entry = rng.choice(stored["requests"])
@@ -106,21 +128,21 @@ def test_neighbours_change_nothing(name, batch_size, fill, record, golden_reques
                 victims[row.request.id] = fate = rng.choice(("cancel", "fail"))
                 if fate == "cancel":
                     deliver(sched.cancel(row.request.id, now=now))
-                elif row.phase is Phase.REUSE:
+                elif row.phase is Phase.REUSE:  # such rows have a cache
                     engine._cache.values[0][row.slot, 0] = float("nan")
         outcome = engine.run(update.batch)
         deliver(sched.complete_step(update.batch, outcome, now=now))
     assert len(results) == len(stored["requests"]) + 8
     assert victims
     for entry in stored["requests"]:
-        _assert_recorded(results[str(entry["id"])].output, entry)
+        assert_recorded(results[str(entry["id"])].output, entry)
     for end in results.values():
         if end.reason is FinishReason.ERROR:
             assert end.request.id.startswith("victim")
             assert isinstance(end.error, NonFiniteLogitsError)
 
 
-def test_unmerged_lora_decodes_the_same(record, golden_request, model, loop):
+def test_unmerged_lora_decodes_the_same(record, assert_recorded, golden_request, model, loop):
     stored = record("d2f_gqa_aggressive_b16")
     engine = D2FEngine(model("tiny_gqa", merge=False), max_num_seqs=8, trace=True)
     drive = loop(engine)
@@ -128,11 +150,11 @@ def test_unmerged_lora_decodes_the_same(record, golden_request, model, loop):
         drive.join(slot, golden_request(stored, entry))
     drive.run()
     for entry in stored["requests"][:8]:
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
 def test_a_neighbour_ten_times_as_long_changes_nothing(
-    record, golden_request, model, loop, monkeypatch
+    record, assert_recorded, golden_request, model, loop, monkeypatch
 ):
     stored = record("d2f_train_b16")
     entry = min(stored["requests"], key=lambda entry: len(entry["prompt"]))
@@ -159,15 +181,18 @@ def test_a_neighbour_ten_times_as_long_changes_nothing(
         (3, True),
     ]
     outputs = drive.outputs
-    _assert_recorded(outputs[str(entry["id"])], entry)
+    assert_recorded(outputs[str(entry["id"])], entry)
     assert outputs["long 0"] == outputs["long 1"] == outputs["long 4"]
     # No token is ever sent through a linear layer just to fill up a shape.
     assert engine.num_tokens == sum(step["len"] for out in outputs.values() for step in out.trace)
 
 
-def test_one_forward_and_one_copy_back_per_step(record, golden_request, model, loop, monkeypatch):
-    stored = record("d2f_aggressive_b16")
-    engine = D2FEngine(model(), max_num_seqs=8)
+@pytest.mark.parametrize("name", DECODERS)
+def test_one_forward_and_one_copy_back_per_step(
+    name, record, golden_request, golden_engine, loop, monkeypatch
+):
+    stored = record(name)
+    engine = golden_engine(stored, 8)
     forwards, copies, reads = [], [], []
     forward, cpu = engine.model.forward_packed, torch.Tensor.cpu
     monkeypatch.setattr(
@@ -186,16 +211,18 @@ def test_one_forward_and_one_copy_back_per_step(record, golden_request, model, l
     assert reads == []
 
 
-def test_nan_row_fails_alone_and_leaves_nothing_behind(record, golden_request, model, loop):
-    stored = record("d2f_aggressive_b16")
+@pytest.mark.parametrize("name", DECODERS)
+def test_nan_row_fails_alone_and_leaves_nothing_behind(
+    name, record, golden_request, golden_engine, assert_recorded, model, loop
+):
+    stored = record(name)
     first, second, third = stored["requests"][:3]
     used = {token for e in (first, second, third) for token in (*e["prompt"], *e["output"])}
     poison = min(set(range(290)) - used)
-    net = copy.deepcopy(model())
+    net = copy.deepcopy(model(stored["model"], lora=stored["lora"]))
     with torch.no_grad():
         net.get_input_embeddings().weight[poison] = float("nan")
-    engine = D2FEngine(net, max_num_seqs=3, trace=True)
-    drive = loop(engine)
+    drive = loop(golden_engine(stored, 3, net))
     drive.join(0, golden_request(stored, first))
     bad = {**first, "id": "bad", "prompt": [*(first["prompt"] * 3)[:380], poison]}
     drive.join(1, golden_request(stored, bad))
@@ -206,25 +233,31 @@ def test_nan_row_fails_alone_and_leaves_nothing_behind(record, golden_request, m
     drive.join(1, golden_request(stored, third))  # shorter: stale keys lie beyond its end
     drive.run()
     for entry in (first, second, third):
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
-def test_a_request_that_does_not_suit_the_model_fails_alone(record, golden_request, model, loop):
-    stored = record("d2f_aggressive_b16")
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_request_that_does_not_suit_the_model_fails_alone(
+    name, record, golden_request, golden_engine, assert_recorded, loop
+):
+    stored = record(name)
     good, bad = stored["requests"][:2]
-    drive = loop(D2FEngine(model(), max_num_seqs=2, trace=True))
+    drive = loop(golden_engine(stored, 2))
     drive.join(0, golden_request(stored, good))
     drive.join(1, golden_request(stored, {**bad, "prompt": [1, 295, 2]}))
     drive.run()
     assert "mask id 295 at position 1" in str(drive.errors[str(bad["id"])])
-    _assert_recorded(drive.outputs[str(good["id"])], good)
+    assert_recorded(drive.outputs[str(good["id"])], good)
 
 
+@pytest.mark.parametrize("name", ["d2f_gqa_train_b16", "fast_dllm_prefix_thr09", *DECODERS[1:]])
 @pytest.mark.parametrize("kept", [True, False])
-def test_preempted_rows_go_on_or_start_again(kept, record, golden_request, model, loop):
-    stored = record("d2f_gqa_train_b16")
+def test_preempted_rows_go_on_or_start_again(
+    kept, name, record, golden_request, golden_engine, assert_recorded, loop
+):
+    stored = record(name)
     one, two, three = stored["requests"][:3]
-    drive = loop(D2FEngine(model("tiny_gqa"), max_num_seqs=2, trace=True))
+    drive = loop(golden_engine(stored, 2))
     request = golden_request(stored, one)
     drive.join(0, request)
     drive.join(1, golden_request(stored, two))
@@ -237,7 +270,7 @@ def test_preempted_rows_go_on_or_start_again(kept, record, golden_request, model
     drive.join(1, request, resumed=kept)
     drive.run()
     for entry in (one, two, three):
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
     assert not drive.engine._kept
 
 
@@ -262,34 +295,42 @@ def test_progress_of_a_request_that_is_dropped_is_dropped(record, golden_request
     assert not engine._kept
 
 
-def test_rows_may_sit_out_steps(record, golden_request, model, loop):
-    stored = record("d2f_aggressive_b16")
+@pytest.mark.parametrize("name", DECODERS)
+def test_rows_may_sit_out_steps(name, record, golden_request, golden_engine, assert_recorded, loop):
+    stored = record(name)
     entries = stored["requests"][:3]
-    drive = loop(D2FEngine(model(), max_num_seqs=3, trace=True))
+    drive = loop(golden_engine(stored, 3))
     for slot, entry in enumerate(entries):
         drive.join(slot, golden_request(stored, entry))
     rng = random.Random(4)
     while drive.rows:
         drive.step(*rng.sample(sorted(drive.rows), rng.randint(1, len(drive.rows))))
     for entry in entries:
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
-def test_out_of_memory_advances_nobody(record, golden_request, model, loop, monkeypatch):
-    stored = record("d2f_eager_add0_b16")  # a block is appended at every step
+# In the first a block is appended at every step.
+@pytest.mark.parametrize("name", ["d2f_eager_add0_b16", *DECODERS[1:]])
+def test_out_of_memory_advances_nobody(
+    name, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch
+):
+    stored = record(name)
     entries = stored["requests"][:3]
-    engine = D2FEngine(model(), max_num_seqs=3, trace=True)
+    engine = golden_engine(stored, 3)
     drive = loop(engine)
     drive.join(0, golden_request(stored, entries[0]))
     drive.step()
     drive.join(1, golden_request(stored, entries[1]))
     drive.join(2, golden_request(stored, entries[2]))
 
-    def full(*_args):
+    forward = engine.model.model.transformer.blocks[-1].forward
+
+    def full(*args):
+        forward(*args)  # by then the earlier layers' keys are overwritten
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model, "forward_packed", full)
+        patch.setattr(engine.model.model.transformer.blocks[-1], "forward", full)
         for _ in range(2):
             with pytest.raises(StepOutOfMemoryError, match="nobody has advanced") as caught:
                 drive.step()
@@ -298,7 +339,7 @@ def test_out_of_memory_advances_nobody(record, golden_request, model, loop, monk
     assert caught.value.max_num_seqs == 1
     drive.run()
     for entry in entries:
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
     assert StepOutOfMemoryError([5]).fail == (5,)
 
 
@@ -347,10 +388,15 @@ def test_a_step_without_news_is_nothing(record, golden_request, model, loop):
     assert any(drive.step() is NOTHING for _ in range(8))
 
 
-def test_streamed_tokens_only_grow_and_end_as_the_answer(record, golden_request, model, loop):
-    stored = record("d2f_train_b16")
-    entry = next(entry for entry in stored["requests"] if entry["eos_step"])
-    engine = D2FEngine(model(), max_num_seqs=1)
+@pytest.mark.parametrize(
+    "name", ["d2f_train_b16", "fast_dllm_dual_thr09", "fast_dllm_nocache_thr09"]
+)
+def test_streamed_tokens_only_grow_and_end_as_the_answer(
+    name, record, golden_request, golden_engine, loop
+):
+    stored = record(name)
+    entry = next(e for e in stored["requests"] if stored["eos_token_id"] in e["output"])
+    engine = golden_engine(stored, 1)
     drive = loop(engine)
     drive.join(0, golden_request(stored, entry, truncate_at_stop=True))
     seen = ()
@@ -366,12 +412,13 @@ def test_streamed_tokens_only_grow_and_end_as_the_answer(record, golden_request,
         engine.committed(0)
 
 
+@pytest.mark.parametrize("name", ["d2f_mbpp_b32", "fast_dllm_dual_thr09"])
 def test_truncation_stops_early_and_cuts_before_the_first_stop_id(
-    record, golden_request, model, loop
+    name, record, golden_request, golden_engine, loop
 ):
-    stored = record("d2f_mbpp_b32")
+    stored = record(name)
     eos = stored["eos_token_id"]
-    drive = loop(D2FEngine(model(), max_num_seqs=1))
+    drive = loop(golden_engine(stored, 1))
     saved = 0
     for entry in stored["requests"]:
         drive.join(0, golden_request(stored, entry, truncate_at_stop=True))
@@ -384,7 +431,7 @@ def test_truncation_stops_early_and_cuts_before_the_first_stop_id(
         else:
             assert list(output.tokens) == entry["output"]
             assert end.reason is FinishReason.LENGTH
-        saved += entry["n_forward"] - output.num_forwards
+        saved += len(entry["trace"]) - output.num_forwards
     assert saved > 0
 
 
@@ -488,18 +535,21 @@ def test_non_finite_logits_give_a_non_finite_confidence(bad, model):
     assert confidence.isfinite().tolist() == [True, False]
 
 
-def test_head_in_chunks_changes_nothing(record, golden_request, model, loop, monkeypatch):
+@pytest.mark.parametrize("name", DECODERS)
+def test_head_in_chunks_changes_nothing(
+    name, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch
+):
     monkeypatch.setattr("dllm_sched_hf.engine._LOGITS_PER_CHUNK", 300 * 7)
-    stored = record("d2f_aggressive_b16")
-    drive = loop(D2FEngine(model(), max_num_seqs=4, trace=True))
+    stored = record(name)
+    drive = loop(golden_engine(stored, 4))
     for slot, entry in enumerate(stored["requests"][:4]):
         drive.join(slot, golden_request(stored, entry))
     drive.run()
     for entry in stored["requests"][:4]:
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
-def test_knobs_override_the_request(record, golden_request, model, loop):
+def test_knobs_override_the_request(record, assert_recorded, golden_request, model, loop):
     stored = record("d2f_aggressive_b16")
     entry = stored["requests"][0]
     plain = {"skip_threshold": 0.99, "decoded_token_threshold": 1.0, "block_add_threshold": 0.2}
@@ -508,7 +558,7 @@ def test_knobs_override_the_request(record, golden_request, model, loop):
     drive = loop(D2FEngine(model(), max_num_seqs=1, trace=True))
     drive.join(0, golden_request(stored, entry, **plain), **knobs)
     drive.run()
-    _assert_recorded(drive.outputs[str(entry["id"])], entry)
+    assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
 BAD_KNOBS = [
@@ -521,7 +571,9 @@ BAD_KNOBS = [
 
 
 @pytest.mark.parametrize(("knobs", "message"), BAD_KNOBS)
-def test_bad_knobs_fail_their_row_alone(knobs, message, record, golden_request, model, loop):
+def test_bad_knobs_fail_their_row_alone(
+    knobs, message, record, assert_recorded, golden_request, model, loop
+):
     stored = record("d2f_aggressive_b16")
     good, bad, late = stored["requests"][:3]
     drive = loop(D2FEngine(model(), max_num_seqs=3, trace=True, report_masked=True))
@@ -542,11 +594,11 @@ def test_bad_knobs_fail_their_row_alone(knobs, message, record, golden_request, 
         assert isinstance(drive.errors[name], ConfigError)
         assert re.search(message, str(drive.errors[name]))
     for entry in (good, late):
-        _assert_recorded(drive.outputs[str(entry["id"])], entry)
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
 def test_bad_knobs_fail_again_after_a_step_that_did_not_fit(
-    record, golden_request, model, loop, monkeypatch
+    record, assert_recorded, golden_request, model, loop, monkeypatch
 ):
     stored = record("d2f_aggressive_b16")
     good, bad = stored["requests"][:2]
@@ -566,11 +618,13 @@ def test_bad_knobs_fail_again_after_a_step_that_did_not_fit(
             drive.step()
     drive.run()
     assert "unknown 'skip'" in str(drive.errors[str(bad["id"])])
-    _assert_recorded(drive.outputs[str(good["id"])], good)
+    assert_recorded(drive.outputs[str(good["id"])], good)
 
 
 @pytest.mark.parametrize(("knobs", "message"), BAD_KNOBS)
-def test_bad_batch_knobs_fail_the_step(knobs, message, record, golden_request, model):
+def test_bad_batch_knobs_fail_the_step(
+    knobs, message, record, assert_recorded, golden_request, model
+):
     stored = record("d2f_aggressive_b16")
     entry = stored["requests"][0]
     engine = D2FEngine(model(), max_num_seqs=1, trace=True)
@@ -581,7 +635,7 @@ def test_bad_batch_knobs_fail_the_step(knobs, message, record, golden_request, m
     outcome = engine.run(StepBatch(0, 0.0, (row,), (row,)))
     while not outcome.finished:
         outcome = engine.run(StepBatch(1, 0.0, (row,)))
-    _assert_recorded(outcome.finished[0].output, entry)
+    assert_recorded(outcome.finished[0].output, entry)
 
 
 @pytest.mark.parametrize(
@@ -713,15 +767,16 @@ def test_clock_times_the_forward_only(model, loop):
     assert engine.num_tokens >= 2 + 32
 
 
-def test_keeps_every_rule_of_the_step_protocol(record, golden_request, model):
-    stored = record("d2f_gqa_aggressive_b16")
+@pytest.mark.parametrize("name", ["d2f_gqa_aggressive_b16", *DECODERS[1:]])
+def test_keeps_every_rule_of_the_step_protocol(name, record, golden_request, golden_engine):
+    stored = record(name)
 
     def request(index, **changes):
         entry = {**stored["requests"][index], **changes}
         return golden_request(stored, entry, truncate_at_stop=bool(index % 2))
 
     check_engine(
-        lambda num_slots: D2FEngine(model("tiny_gqa"), max_num_seqs=num_slots),
+        lambda num_slots: golden_engine(stored, num_slots),
         request,
         make_bad_request=lambda index: request(index, id=f"bad {index}", prompt=[1, 295]),
     )
