@@ -63,6 +63,14 @@ class D2FRequest(DecodeRequest):
     skip_threshold: float = attrs.field(default=0.9, validator=check_field)
     whole_blocks_only: bool = attrs.field(default=False, validator=check_flag)
 
+    def __attrs_post_init__(self) -> None:
+        if self.max_blocks < 1:
+            raise ConfigError(
+                f"request {self.id!r}: max_new_tokens {shown(self.max_new_tokens)} holds no whole "
+                f"block of block_length {shown(self.block_length)}: raise it, or set "
+                "whole_blocks_only=False"
+            )
+
     @property
     def max_blocks(self) -> int:
         """Blocks that may be opened."""
@@ -102,19 +110,6 @@ class D2F(Decoder):
         self.left: Ints = np.ones((num_slots, 2), np.int64)
         self.ready: Bools = np.zeros((num_slots, 2), np.bool_)
 
-    def check(self, request: D2FRequest) -> None:
-        """Raise if the budget holds no whole block.
-
-        Raises:
-            ConfigError: Names the field and the fix.
-        """
-        if request.max_blocks < 1:
-            raise ConfigError(
-                f"request {request.id!r}: max_new_tokens {shown(request.max_new_tokens)} holds no "
-                f"whole block of block_length {shown(request.block_length)}: raise it, or set "
-                "whole_blocks_only=False"
-            )
-
     def start(self, slot: int, request: D2FRequest, stop_ids: Sequence[int] = ()) -> None:
         """Put a fresh row into ``slot``; its knobs are set separately."""
         super().start(slot, request, stop_ids)
@@ -135,7 +130,9 @@ class D2F(Decoder):
         # Double precision throughout: thresholds are compared with exact small fractions.
         ratio = (length[:, None] - left) / length[:, None]
         last = np.where(num_blocks > 0, ratio[rows, num_blocks - 1], 1.0)
-        num_blocks += self._may_append(slots, num_blocks) & (last >= self.block_add_threshold[slots])
+        num_blocks += self._may_append(slots, num_blocks) & (
+            last >= self.block_add_threshold[slots]
+        )
 
         # Activate, for good, every existing block whose direct predecessor is decoded far enough;
         # the prompt always is.

@@ -280,13 +280,6 @@ class Decoder(abc.ABC):
 
     # -- a row's life
 
-    def check(self, request: Any) -> None:
-        """Raise if the request cannot be decoded, whatever the model.
-
-        Raises:
-            ConfigError: Names the field and the fix.
-        """
-
     def start(self, slot: int, request: Any, stop_ids: Sequence[int] = ()) -> None:
         """Put a fresh row into ``slot``; its knobs are set separately."""
         if len(stop_ids) > self.stop_ids.shape[1]:

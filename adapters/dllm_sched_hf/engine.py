@@ -269,9 +269,8 @@ class DecodingEngine:
         """Raise if this engine cannot run the request. O(prompt).
 
         Raises:
-            ConfigError: Wrong type, mask id or unknown id in the prompt or among the stop ids, what
-                the decoder cannot do, or a window that does not fit after rounding to blocks; names
-                the field and the fix.
+            ConfigError: Wrong type, mask id or unknown id in the prompt or among the stop ids, or a
+                window that does not fit after rounding to blocks; names the field and the fix.
         """
         self._checked(request)
 
@@ -279,8 +278,7 @@ class DecodingEngine:
         wanted = self.decoder_type.request_type
         if not isinstance(request, wanted):
             raise ConfigError(
-                f"request {request.id!r}: must be a {wanted.__name__}, got "
-                f"{type(request).__name__}"
+                f"request {request.id!r}: must be a {wanted.__name__}, got {type(request).__name__}"
             )
         where = f"request {request.id!r}"
         if self.mask_token_id in request.prompt:
@@ -296,7 +294,6 @@ class DecodingEngine:
             )
         if request.stop_token_ids is not None:
             self._check_stop_ids(f"{where}: stop_token_ids", request.stop_token_ids)
-        self._decoder.check(request)
         if request.max_total_tokens > self.max_len:
             raise ConfigError(
                 f"{where}: prompt of {request.prompt_len} and max_new_tokens "
@@ -519,9 +516,7 @@ class DecodingEngine:
     def _upload(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
-    def _forward(
-        self, plan: StepPlan, ranges: list[tuple[int, int]]
-    ) -> tuple[NDArray[Any], Ints]:
+    def _forward(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> tuple[NDArray[Any], Ints]:
         """Run the model once; return confidence and token of every masked position."""
         visible = self._upload(plan.visible)
         write_index = None
@@ -635,9 +630,7 @@ class DecodingEngine:
 
     # -- what happened
 
-    def _fail(
-        self, plan: StepPlan, confidence: NDArray[Any], failed: list[RowFailed]
-    ) -> Bools:
+    def _fail(self, plan: StepPlan, confidence: NDArray[Any], failed: list[RowFailed]) -> Bools:
         """Take out rows with non-finite logits; return which of the plan's rows they are."""
         lost = np.zeros(len(plan.slots), np.bool_)
         bad = ~np.isfinite(confidence)

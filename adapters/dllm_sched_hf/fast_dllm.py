@@ -28,7 +28,8 @@ _CACHES = ("none", "prefix", "dual")
 def _check_cache(request: Request, field: attrs.Attribute[Any], value: object) -> None:
     if value not in _CACHES:
         raise ConfigError(
-            f"request {request.id!r}: cache must be one of {', '.join(_CACHES)}, got {shown(value)}"
+            f"request {request.id!r}: {field.name} must be one of {', '.join(_CACHES)}, got "
+            f"{shown(value)}"
         )
 
 
@@ -64,7 +65,8 @@ class FastDLLMRequest(CanvasRequest):
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
-        given = [name for name in ("threshold", "factor", "steps") if getattr(self, name) is not None]
+        rules = ("threshold", "factor", "steps")
+        given = [name for name in rules if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(
                 f"request {self.id!r}: give one of threshold, factor and steps, got "
@@ -92,7 +94,7 @@ class FastDLLM(CanvasDecoder):
             (4, num_slots), np.bool_
         )
 
-    def start(self, slot: int, request: FastDLLMRequest, stop_ids: Sequence[int] = ()) -> None:
+    def start(self, slot: int, request: Any, stop_ids: Sequence[int] = ()) -> None:
         """Put a fresh row into ``slot``; its knobs are set separately.
 
         A knob of a rule that the request does not follow is without effect.

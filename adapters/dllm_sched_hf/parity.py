@@ -420,7 +420,7 @@ def _canvas_request(
 ) -> DecodeRequest:
     """Return the request of a Fast-dLLM or plain LLaDA entry."""
     where = f"{file}: params"
-    fields = {
+    fields: dict[str, Any] = {
         "prompt": entry["prompt"],
         "max_new_tokens": _field(where, params, "gen_length", int),
         "block_length": _field(where, params, "block_length", int),
@@ -432,9 +432,9 @@ def _canvas_request(
     if record["kind"] == "llada":
         scale = params.get("cfg_scale", 0.0)
         return LLaDARequest(str(entry["id"]), steps=steps, cfg_scale=scale, **fields)
-    rules = {name: params.get(name) for name in ("threshold", "factor")}
+    rules: dict[str, Any] = {name: params.get(name) for name in ("threshold", "factor")}
     if rules == {"threshold": None, "factor": None}:
-        rules["steps"] = steps
+        rules = {"steps": steps}
     cache = _field(file, record, "cache", str)
     return FastDLLMRequest(str(entry["id"]), cache=cache, **rules, **fields)
 

@@ -199,8 +199,8 @@ def test_one_forward_and_one_copy_back_per_step(
         engine.model, "forward_packed", lambda *args: forwards.append(1) or forward(*args)
     )
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self: copies.append(1) or cpu(self))
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_args, name=name: reads.append(name))
+    for read in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, read, lambda *_args, read=read: reads.append(read))
     drive = loop(engine)
     for slot, entry in enumerate(stored["requests"][:8]):
         drive.join(slot, golden_request(stored, entry))

@@ -12,8 +12,8 @@ import dllm_sched_hf
 
 def test_every_public_name_resolves():
     assert dir(dllm_sched_hf) == dllm_sched_hf.__all__ == sorted(dllm_sched_hf.__all__)
+    old = {"D2FOutput": "DecodeOutput"}
     for name in dllm_sched_hf.__all__:
-        old = {"D2FOutput": "DecodeOutput"}
         assert getattr(dllm_sched_hf, name).__name__ == old.get(name, name)
 
 
