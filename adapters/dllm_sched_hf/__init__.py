@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dllm_sched_hf.decoder import Decoder, DecodeRequest
+    from dllm_sched_hf.decoder import Commits, Decoder, DecodeRequest, StepPlan
     from dllm_sched_hf.engine import (
         D2FEngine,
         D2FOutput,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from dllm_sched_hf.modeling_llada import LLaDAConfig, LLaDAModelLM, block_causal_mask
 
 __all__ = [
+    "Commits",
     "D2FEngine",
     "D2FOutput",
     "D2FRequest",
@@ -44,13 +45,16 @@ __all__ = [
     "LLaDARequest",
     "NonFiniteLogitsError",
     "StepOutOfMemoryError",
+    "StepPlan",
     "block_causal_mask",
     "load_model",
 ]
 
 _MODULES = {
+    "Commits": "decoder",
     "DecodeRequest": "decoder",
     "Decoder": "decoder",
+    "StepPlan": "decoder",
     "LLaDAConfig": "modeling_llada",
     "LLaDAModelLM": "modeling_llada",
     "block_causal_mask": "modeling_llada",

@@ -109,13 +109,16 @@ def golden_request() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def golden_engine(model: Callable[..., Any]) -> Callable[..., DecodingEngine]:
-    """``golden_engine(record, max_num_seqs, net=None)``: a tracing engine that decodes it."""
+    """``golden_engine(record, max_num_seqs, net=None, **options)``: a tracing engine for it."""
     engines = {"d2f": D2FEngine, "fast_dllm": FastDLLMEngine, "llada": LLaDAEngine}
 
-    def build(stored: dict[str, Any], max_num_seqs: int, net: Any = None) -> DecodingEngine:
+    def build(
+        stored: dict[str, Any], max_num_seqs: int, net: Any = None, **options: Any
+    ) -> DecodingEngine:
         if net is None:
             net = model(stored["model"], lora=stored["lora"])
-        return engines[stored["kind"]](net, max_num_seqs=max_num_seqs, trace=True)
+        engine_type = engines[stored["kind"]]
+        return engine_type(net, max_num_seqs=max_num_seqs, trace=True, **options)
 
     return build
 

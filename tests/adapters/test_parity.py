@@ -39,7 +39,7 @@ def _changed(stored, **changes):
 def test_agrees_and_lists_what_it_does_not_decode(folder, golden, capsys):
     path, _ = folder
     shutil.copyfile(golden / "forward_tiny_gqa.npz", path / "forward_other.npz")
-    (path / "llada.json.gz").write_bytes(gzip.compress(b'{"kind": "llada"}'))
+    (path / "other.json.gz").write_bytes(gzip.compress(b'{"kind": "other"}'))
     (path / "SUMMARY.json").write_text("{}")
     assert main([str(path), "--batch-size", "3", "--policy", "fixed_fill", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -53,9 +53,64 @@ def test_agrees_and_lists_what_it_does_not_decode(folder, golden, capsys):
         "bc_logits_lora": 4,
         "alone": 5,
         "batch 3, fixed_fill": 5,
-        "llada": 0,
+        "other": 0,
     }
     assert report["checks"][-1]["note"] == "not decoded yet"
+
+
+CANVAS_FILES = [
+    "fast_dllm_gqa_dual_thr08_b16",
+    "fast_dllm_prefix_factor2_b8",
+    "fast_dllm_dual_topk",
+    "llada_g32_b32_s32_cfg",
+]
+
+
+@pytest.fixture(params=CANVAS_FILES)
+def canvas_folder(request, golden, tmp_path, record):
+    """A few requests of a file on a fixed canvas, and its model."""
+    stored = {**record(request.param)}
+    shutil.copytree(
+        golden / stored["model"], tmp_path / stored["model"], copy_function=shutil.copyfile
+    )
+    stored["requests"] = stored["requests"][:4]
+    _write(tmp_path, stored)
+    return tmp_path, stored
+
+
+def test_the_other_decoders_agree(canvas_folder, capsys):
+    path, stored = canvas_folder
+    assert main([str(path), "--batch-size", "3", "--policy", "block_refill"]) == 0
+    assert capsys.readouterr().out.count("4/4 agree") == 2
+    first = stored["requests"][0]
+    count = "nfe" if "nfe" in first else "n_forward"
+    step = first["trace"][3]
+    for field, value, message in (
+        (count, first[count] + 1, f"{count}: expected"),
+        ("trace", [*first["trace"][:3], {**step, "block": 7}], "step 4: block: expected 7"),
+        ("output", [first["output"][0] + 1, *first["output"][1:]], "output[0]: expected"),
+    ):
+        _write(path, _changed(stored, **{field: value}))
+        assert main([str(path), "--batch-size", "2"]) == 1
+        assert capsys.readouterr().out.count(f"request {first['id']}: {message}") == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gen_length": 7}, "must be a multiple of block_length"),
+        ({"gen_length": None}, "gen_length must be a int"),
+        ({"block_length": 0}, "block_length must be an int >= 1"),
+        ({"steps": "many"}, "steps must be a int"),
+    ],
+)
+def test_malformed_parameters_are_errors(change, message, canvas_folder, capsys):
+    path, stored = canvas_folder
+    _write(path, {**stored, "params": {**stored["params"], **change}})
+    assert main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: d2f.json: ")
+    assert message in error
 
 
 @pytest.mark.parametrize("policy", ["per_request", "block_refill"])
@@ -164,7 +219,7 @@ def test_checking_nothing_is_no_success(what, json_flag, folder, capsys):
     else:
         (path / "d2f.json").unlink()
     if what == "unknown kinds":
-        (path / "other.json").write_text('{"kind": "llada"}')
+        (path / "other.json").write_text('{"kind": "other"}')
     if what == "no arrays":
         np.savez(path / "forward_other.npz", ids_0=np.arange(3))
     assert main([str(path), *json_flag]) == 2

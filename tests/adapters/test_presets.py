@@ -46,9 +46,6 @@ ARGUMENTS = {
 }
 """Small arguments for each; a new preset must be entered here."""
 
-FOREIGN = {"chunk_width", "mode"}
-"""Knobs of other engines: this one refuses what it does not know, so a driver takes them out."""
-
 NUM_REQUESTS = 6
 
 
@@ -56,9 +53,11 @@ def test_no_preset_is_left_out():
     assert sorted(ARGUMENTS) == sorted(PRESETS)
 
 
-def without_foreign_knobs(batch):
+def without_foreign_knobs(engine, batch):
+    """An engine refuses knobs that it does not know, so a driver takes them out."""
+
     def own(knobs):
-        return {name: value for name, value in knobs.items() if name not in FOREIGN}
+        return {name: knobs[name] for name in knobs if name in engine.decoder_type.knobs}
 
     def rows_of(rows):
         return tuple(row._replace(knobs=own(row.knobs)) for row in rows)
@@ -91,17 +90,20 @@ def serve(engine, policy, requests, *, capacity=None):
         now += 0.25
         assert now < 1000.0
         if update.batch is not None:
-            outcome = engine.run(without_foreign_knobs(update.batch))
+            outcome = engine.run(without_foreign_knobs(engine, update.batch))
             deliver(sched.complete_step(update.batch, outcome, now=now))
         sched.check_invariants()
     return ended
 
 
+@pytest.mark.parametrize("kind", ["d2f_gqa_train_b16", "fast_dllm_gqa_dual_thr08_b16"])
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_tokens_are_those_of_the_record(name, record, golden_request, model):
-    stored = record("d2f_gqa_train_b16")
+def test_tokens_are_those_of_the_record(
+    name, kind, record, golden_request, golden_engine, assert_recorded
+):
+    stored = record(kind)
     entries = stored["requests"][:NUM_REQUESTS]
-    engine = D2FEngine(model("tiny_gqa"), max_num_seqs=4, trace=True, report_masked=True)
+    engine = golden_engine(stored, 4, report_masked=True)
     policy = by_name(name, **ARGUMENTS[name])
     requests = [
         golden_request(stored, entry, tenant=f"tenant {index % 2}", deadline_at=900.0 + index)
@@ -110,9 +112,7 @@ def test_tokens_are_those_of_the_record(name, record, golden_request, model):
     ended = serve(engine, policy, requests)
     assert len(ended) == NUM_REQUESTS
     for entry in entries:
-        output = ended[str(entry["id"])].output
-        assert list(output.tokens) == entry["output"]
-        assert list(output.trace) == entry["trace"]
+        assert_recorded(ended[str(entry["id"])].output, entry)
 
 
 def test_a_row_under_the_knob_decodes_as_alone_with_that_threshold(
