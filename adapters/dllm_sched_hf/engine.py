@@ -675,7 +675,7 @@ class DecodingEngine:
             for slot in slots[commits.grew].tolist()
             if slot not in over
         )
-        coming = np.where(decoder.refreshes(slots), 1, 2)  # codes of REFRESH and REUSE
+        coming = 2 - decoder.refreshes(slots)  # codes of REUSE and REFRESH
         phases = tuple(
             PhaseChange(int(slots[index]), _PHASES[coming[index]])
             for index in np.flatnonzero(coming != self._phase[slots]).tolist()
