@@ -1,7 +1,7 @@
 """What the scheduler and an engine say to each other. Plain immutable values, no tensors.
 
 These are ``NamedTuple``s because one is built per step or per change: a third of the cost of a
-frozen class (benchmarks/README.md).
+frozen class.
 """
 
 from __future__ import annotations
