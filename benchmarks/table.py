@@ -163,7 +163,7 @@ def plot(figures: Figures, path: Path) -> None:
     right.set(xlabel="requests waiting (16 rows)", xlim=(-50, 2_000_000))
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8, ncols=2, loc="lower right")
+        axes.legend(fontsize=7, ncols=2, loc="lower right")
     picture.text(0.5, 0.01, CAPTION, ha="center", fontsize=9)
     picture.tight_layout(rect=(0, 0.04, 1, 1))
     picture.savefig(path, dpi=90)
