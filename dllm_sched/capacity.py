@@ -220,6 +220,8 @@ class Capacity:
         memory: How rows use pages; given if and only if ``num_pages`` is.
         window_blocks: The most blocks of a row that one forward works on, the one being cached
             included; None = all of the row's blocks. Bounds ``Row.max_tokens``.
+        whole_prefill: A prefill sends the whole canvas, not the prompt and a window, as in models
+            whose blocks attend to those after them. Bounds ``Row.max_tokens``.
 
     Raises:
         ConfigError: If a field is out of range, or only one of pages and model is given.
@@ -229,8 +231,13 @@ class Capacity:
     num_pages: int | None = attrs.field(default=None, validator=_count_or_none)
     memory: MemoryModel | None = None
     window_blocks: int | None = attrs.field(default=None, validator=_count_or_none)
+    whole_prefill: bool = False
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.whole_prefill, bool):
+            raise ConfigError(
+                f"Capacity: whole_prefill must be True or False, got {self.whole_prefill!r}"
+            )
         if self.memory is not None and (
             isinstance(self.memory, type) or not callable(getattr(self.memory, "peak_pages", None))
         ):
@@ -246,7 +253,7 @@ class Capacity:
 
     def max_tokens(self, request: Request, phase: Phase) -> int:
         """Upper bound of the tokens a row sends through a forward in ``phase``. O(1)."""
-        if phase is Phase.REFRESH:
+        if phase is Phase.REFRESH or (self.whole_prefill and phase is Phase.PREFILL):
             return request.max_total_tokens
         blocks = request.max_blocks
         if self.window_blocks is not None and self.window_blocks < blocks:

@@ -676,8 +676,8 @@ class Scheduler:
         The policy is not asked whether it suits: a smaller limit for a while must not fail.
 
         Raises:
-            ConfigError: If the memory model or ``window_blocks`` changes while requests are
-                active.
+            ConfigError: If the memory model, ``window_blocks`` or ``whole_prefill`` changes while
+                requests are active.
             ClockError: If ``now`` is not finite or went backward.
         """
         if not self._now <= now <= _LATEST:
@@ -686,7 +686,7 @@ class Scheduler:
             raise ConfigError(f"set_capacity: expected a Capacity, got {capacity!r}")
         old = self._capacity
         if self._views or self._zombies:
-            for name in ("memory", "window_blocks"):
+            for name in ("memory", "window_blocks", "whole_prefill"):
                 if getattr(capacity, name) != getattr(old, name):
                     raise ConfigError(
                         f"set_capacity: {name} cannot change from {getattr(old, name)!r} to "

@@ -74,6 +74,7 @@ class CanvasPlan(StepPlan):
 class CanvasDecoder(Decoder):
     """The canvas of every slot, and the schedule that commits the top k of each forward."""
 
+    whole_prefill = True
     progress = (*Decoder.progress, "block", "round")
 
     def __init__(self, num_slots: int, max_len: int, mask_id: int) -> None:

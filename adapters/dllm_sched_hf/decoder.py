@@ -263,6 +263,8 @@ class Decoder(abc.ABC):
     knobs: ClassVar[tuple[str, ...]]  #: settings that may change while a row runs (``Row.knobs``)
     caches: ClassVar[bool] = True
     """Whether later forwards read keys and values of earlier ones."""
+    whole_prefill: ClassVar[bool] = False
+    """Whether a row's first forward holds its whole canvas (``Capacity.whole_prefill``)."""
     confidence_type: ClassVar[type[np.floating[Any]]] = np.float32
     """In which precision the softmax is taken."""
     progress: ClassVar[tuple[str, ...]] = ("tokens", "num_steps", "stop_step")

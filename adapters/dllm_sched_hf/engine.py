@@ -316,7 +316,9 @@ class DecodingEngine:
 
     def capacity(self) -> Capacity:
         """Return what a scheduler may put on this engine: slots, with memory set aside for each."""
-        return Capacity(max_num_seqs=self.max_num_seqs)
+        return Capacity(
+            max_num_seqs=self.max_num_seqs, whole_prefill=self.decoder_type.whole_prefill
+        )
 
     def committed(self, slot: int) -> tuple[int, ...]:
         """Return the row's final tokens before its first masked position, for streaming.
@@ -727,7 +729,8 @@ class FastDLLMEngine(DecodingEngine):
     """Batched Fast-dLLM decoding of LLaDA: takes :class:`FastDLLMRequest`.
 
     Rows at different blocks, of different caches and rules, share a forward: some run their whole
-    canvas (PREFILL, REFRESH), some their block (REUSE).
+    canvas (PREFILL, REFRESH), some their block (REUSE). If every request's cache is ``dual``, set
+    ``Capacity.window_blocks`` to 1, and ``Row.max_tokens`` is exact.
     """
 
     decoder_type = FastDLLM

@@ -56,7 +56,8 @@ class DeficitBudget(Admission):
     than they would be by a ``TokenBudget`` of ``tokens``, and yet no prefill is too long to come.
 
     Rows' tokens are upper bounds, ``RequestView.max_tokens``: the engine has to report that a row
-    no longer prefills, and ``Capacity(window_blocks=1)`` makes a running row one block.
+    no longer prefills; ``Capacity(window_blocks=1, whole_prefill=True)`` makes a running row one
+    block and a prefill the whole canvas.
 
     O(1) per round, and none in steps in which it can only save: ``recheck`` says in which the
     head can go. After a failed step, the step that takes its place has no income of its own.

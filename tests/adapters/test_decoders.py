@@ -204,7 +204,7 @@ def test_whole_sequences_and_cached_blocks_in_steps_of_their_own(
     requests = [golden_request(stored, entry) for entry in stored["requests"]]
     memory = FixedCanvas(16)
     pages = 5 * max(map(memory.peak_pages, requests))  # for five or six rows
-    capacity = attrs.evolve(engine.capacity(), num_pages=pages, memory=memory)
+    capacity = attrs.evolve(engine.capacity(), num_pages=pages, memory=memory, window_blocks=1)
     sched = Scheduler(policy=presets.exclusive(6, count), capacity=capacity)
     for request in requests:
         sched.submit(request, now=0.0)
@@ -219,11 +219,9 @@ def test_whole_sequences_and_cached_blocks_in_steps_of_their_own(
         kinds.add(Phase.REUSE in phases)
         assert phases == {Phase.REUSE} or Phase.REUSE not in phases
         for row in update.batch.rows:
-            assert row.max_tokens >= (
-                row.request.block_length
-                if row.phase is Phase.REUSE
-                else row.request.max_total_tokens
-            )
+            whole = row.phase is not Phase.REUSE
+            request = row.request
+            assert row.max_tokens == (request.max_total_tokens if whole else request.block_length)
         held += sched.counts().running > len(update.batch.rows)
         update = sched.complete_step(update.batch, engine.run(update.batch), now=now)
         engine.release(update.released)

@@ -571,6 +571,25 @@ def test_capacity_fields_are_checked() -> None:
         Capacity(max_num_seqs=1, num_pages=4)
     with pytest.raises(ConfigError, match="page_size"):
         GrowingKV(page_size=0)
+    with pytest.raises(ConfigError, match="whole_prefill must be True or False"):
+        Capacity(max_num_seqs=1, whole_prefill="yes")  # type: ignore[arg-type]
+
+
+def test_tokens_of_a_row_by_phase_window_and_canvas() -> None:
+    request = Request("r", prompt_len=10, max_new_tokens=30, block_length=8)  # a canvas of 42
+
+    def tokens(**fields: Any) -> list[int]:
+        capacity = Capacity(max_num_seqs=1, **fields)
+        phases = (Phase.PREFILL, Phase.REFRESH, Phase.REUSE)
+        return [capacity.max_tokens(request, phase) for phase in phases]
+
+    assert tokens() == [42, 42, 32]
+    assert tokens(window_blocks=1) == [18, 42, 8]
+    assert tokens(window_blocks=1, whole_prefill=True) == [42, 42, 8]
+    s = make(1)
+    s.submit(request, now=0.0)
+    with pytest.raises(ConfigError, match="whole_prefill cannot change from False to True"):
+        s.set_capacity(Capacity(max_num_seqs=1, whole_prefill=True), now=0.0)
 
 
 def test_a_fixed_canvas_is_held_whole_from_the_join() -> None:
