@@ -626,10 +626,15 @@ def restore(
         policy = _policy(left.policy, {} if policies is None else policies)
     if capacity is None:
         capacity = from_plain(left.capacity)
-    requests = tuple(
-        _request(asked, make_request, **left.rebased(asked[0], when, now))
-        for asked, when in left.waiting.values()
-    )
+    try:
+        requests = tuple(
+            _request(asked, make_request, **left.rebased(asked[0], when, now))
+            for asked, when in left.waiting.values()
+        )
+    except DllmSchedError:
+        raise
+    except _MALFORMED as error:
+        raise JournalError(f"journal: a request cannot be built again: {error!r}") from error
     # Under the plainest of policies first: one that refuses newcomers refuses none of these.
     scheduler = JournaledScheduler(sink, capacity=capacity, **arguments)
     for request in requests:

@@ -565,3 +565,10 @@ def test_killed_at_any_record_nobody_is_lost_and_nobody_ends_twice(seed, policie
         assert sorted(ended) == sorted(must)
         written = sink.getvalue().splitlines(keepends=True)
         assert replay(written, policies=policies).difference is None
+
+
+def test_a_request_that_cannot_be_built_again_is_said():
+    lines = lines_of(lambda scheduler: scheduler.submit(req("a"), now=0.0))
+    lines[1] = lines[1].replace("prompt_len", "prompt_size")
+    with pytest.raises(JournalError, match="prompt_size"):
+        restore(lines, io.StringIO(), now=0.0)
