@@ -371,7 +371,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:
             found = tomllib.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: {error}") from error
     values: dict[str, Any] = {}
     for key, value in found.items():

@@ -236,3 +236,10 @@ def test_the_damage_is_real():
     for content in made:
         changed = sum(damage(content, random.Random(seed)) != content for seed in range(50))
         assert changed > 40
+
+
+def test_a_configuration_nested_too_deep_is_refused_in_one_line(tmp_path, capsys):
+    path = tmp_path / "deep.toml"
+    path.write_bytes(CONFIG + b"\ndeep = " + b"[" * 3000)
+    assert cli.main(["compare", "--config", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
