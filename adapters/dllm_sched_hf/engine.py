@@ -247,7 +247,9 @@ class DecodingEngine:
         wide = decoder.confidence_type is np.float64
         self._precision = torch.float64 if wide else torch.float32
         self._bits = torch.int64 if wide else torch.int32
-        self._phase = np.zeros(max_num_seqs, np.int64)  # of each row's coming step, as code
+        self._phase = np.zeros(max_num_seqs, np.int64)  # of each row's coming step, as last told
+        # Slots whose rows have ended, until others join: steps planned ahead still name them.
+        self._over: set[int] = set()
         self._tenants: list[_Tenant | None] = [None] * max_num_seqs
         self._kept: dict[Request, _Kept] = {}
         self._last_batch: tuple[tuple[Row, ...], Knobs] = ((), NO_KNOBS)
@@ -370,6 +372,7 @@ class DecodingEngine:
         failed = self._join(batch.joined)
         slots = self._select(batch, failed)
         if len(slots) == 0:
+            self._over.update(row.slot for row in failed)
             masked = (0,) * len(batch.rows) if self._report_masked else None
             return StepOutcome(failed=tuple(failed), masked_remaining=masked)
         plan, ranges = self._group(slots)
@@ -423,6 +426,8 @@ class DecodingEngine:
         failed = []
         for row in joined:
             slot, request = row.slot, row.request
+            self._over.discard(slot)
+            self._phase[slot] = _CODES[row.phase]
             here = self._tenants[slot]
             if row.resumed and here is not None and here.request is request:
                 continue  # placed by a step that failed before it advanced anybody
@@ -463,7 +468,7 @@ class DecodingEngine:
         lost = {row.slot for row in failed}
         slots = []
         for row in batch.rows:
-            if row.slot in lost:
+            if row.slot in lost or row.slot in self._over:
                 continue
             tenant = self._tenants[row.slot]
             if tenant is None or tenant.request is not row.request:
@@ -482,7 +487,6 @@ class DecodingEngine:
             self._apply(
                 row.slot, tenant, {**batch.knobs, **row.knobs} if batch.knobs else row.knobs
             )
-            self._phase[row.slot] = _CODES[row.phase]
             slots.append(row.slot)
         self._slots = np.sort(np.array(slots, np.int64))
         self._last_batch = (batch.rows, batch.knobs) if not failed else ((), NO_KNOBS)
@@ -672,6 +676,9 @@ class DecodingEngine:
             if end is not None:
                 finished.append(end)
         over = {row.slot for row in finished} | {row.slot for row in failed}
+        if over:
+            self._over |= over
+            self._last_batch = ((), NO_KNOBS)
         boundaries = tuple(
             BlockBoundary(slot, decoder.num_blocks_done(slot), decoder.kv_tokens(slot))
             for slot in slots[commits.grew].tolist()
@@ -683,10 +690,12 @@ class DecodingEngine:
             for index in np.flatnonzero(coming != self._phase[slots]).tolist()
             if slots[index] not in over
         )
+        self._phase[slots] = coming
         masked = None
         if self._report_masked:
             masked = tuple(
-                0 if row.slot in over else decoder.masked_remaining(row.slot) for row in batch.rows
+                0 if row.slot in self._over else decoder.masked_remaining(row.slot)
+                for row in batch.rows
             )
         if not (finished or boundaries or phases or failed or self._report_masked):
             return NOTHING  # the very object: the scheduler takes its shortest path on it

@@ -536,6 +536,43 @@ def test_non_finite_logits_give_a_non_finite_confidence(bad, model):
 
 
 @pytest.mark.parametrize("name", DECODERS)
+def test_steps_planned_ahead_may_name_rows_that_have_ended(
+    name, record, golden_request, golden_engine, assert_recorded
+):
+    stored = record(name)
+    engine = golden_engine(stored, 3, report_masked=True)
+    sched = Scheduler(policy=presets.continuous(3), capacity=engine.capacity(), max_in_flight=2)
+    bad = {**stored["requests"][0], "id": "bad", "prompt": [1, 295]}
+    for entry in (stored["requests"][0], bad, *stored["requests"][1:8]):
+        sched.submit(golden_request(stored, entry), now=0.0)
+    ended, flights, named_again, phases = {}, [], 0, {}
+
+    def deliver(update):
+        engine.release(update.released)
+        ended.update({end.request.id: end for end in update.finished})
+
+    while sched.has_work():
+        update = sched.next_step(now=0.0)
+        deliver(update)
+        flights += [update.batch] if update.batch is not None else []
+        if len(flights) == 2 or update.batch is None:
+            batch = flights.pop(0)
+            named_again += any(row.request.id in ended for row in batch.rows)
+            outcome = engine.run(batch)
+            for slot, phase in outcome.phases:
+                assert phases.get(slot) is not phase  # told once
+                phases[slot] = phase
+            deliver(sched.complete_step(batch, outcome, now=0.0))
+            for slot in {end.slot for end in (*outcome.finished, *outcome.failed)}:
+                phases.pop(slot, None)
+    assert named_again
+    assert "mask id" in str(ended.pop("bad").error)
+    assert len(ended) == 8
+    for entry in stored["requests"][:8]:
+        assert_recorded(ended[str(entry["id"])].output, entry)
+
+
+@pytest.mark.parametrize("name", DECODERS)
 def test_head_in_chunks_changes_nothing(
     name, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch
 ):
