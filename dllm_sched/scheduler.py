@@ -347,11 +347,16 @@ class Scheduler:
         asking = self._asking
         key: tuple[float, ...] = ()
         if asking.key or asking.accept or self._unobserved:
-            with self._locked():
-                self._observe()
+            settled = self._now
+            self._now = _INF  # as in _locked, which costs as much as the key itself
+            try:
+                if self._unobserved:
+                    self._observe()
                 reason = asking.refusal(view, self._view(now)) if asking.accept else None
                 if reason is None:
                     key = asking.sort_key(view)
+            finally:
+                self._now = settled
             if reason is not None:
                 return self._reject(request, reason, now)
 
