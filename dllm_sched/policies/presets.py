@@ -475,6 +475,7 @@ def tediserve(
     step_s: float = 0.0241,
     steps: Callable[[Request], float] | None = None,
     demand: float | None = None,
+    patience_s: float = 300.0,
 ) -> Policy:
     """The confidence threshold as a load knob, by deadline and by load; earliest deadline first.
 
@@ -484,13 +485,15 @@ def tediserve(
         step_s: Seconds of a step, > 0; default: LLaDA-8B with D2F on an H200, one row.
         steps: Request -> steps at the highest threshold; None: the step ladder of its budget.
         demand: Row-steps per second that arrive, at the highest threshold; None: estimated.
+        patience_s: Requests without a deadline are queued as if due so long after their arrival,
+            seconds, >= 0.
 
     Source:
         "TeDiServe" (arXiv 2606.29094); see ``ConfidenceThreshold``.
     """
     threshold = ConfidenceThreshold(grid, step_s=step_s, demand=demand)
     return Policy(
-        ordering=EarliestDeadline(),
+        ordering=EarliestDeadline(patience_s),
         admission=Slots(batch_size),
         eviction=PastDeadline(),
         control=threshold if steps is None else attrs.evolve(threshold, steps=steps),
@@ -633,6 +636,7 @@ def sangam(
     tokens: int = 4096,
     *,
     order: Literal["arrival", "fewest_blocks"] = "arrival",
+    bypass: float = 32,
 ) -> Policy:
     """Whole prefills within a token budget that saves up what it could not spend.
 
@@ -640,6 +644,8 @@ def sangam(
         batch_size: Rows, >= 1.
         tokens: Tokens of a step that has a prefill in it, in the mean, >= 1.
         order: ``arrival`` or ``fewest_blocks``.
+        bypass: Later requests that may overtake one, for each of its blocks, >= 0; ``inf``: all
+            that have fewer blocks. Only for ``fewest_blocks``.
 
     Source:
         "Sangam" (arXiv 2607.04206); see ``DeficitBudget``.
@@ -647,7 +653,7 @@ def sangam(
     if order not in ("arrival", "fewest_blocks"):
         raise ConfigError(f"sangam: order must be 'arrival' or 'fewest_blocks', got {order!r}")
     return Policy(
-        ordering=FCFS() if order == "arrival" else FewestBlocks(),
+        ordering=FCFS() if order == "arrival" else FewestBlocks(bypass),
         admission=Slots(batch_size) & DeficitBudget(tokens),
         eviction=PastDeadline(),
         name="sangam",

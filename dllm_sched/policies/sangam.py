@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import attrs
 
 from dllm_sched.capacity import at_least_one
+from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Admission, Ordering, Verdict
 from dllm_sched.request import RequestView
+from dllm_sched.theory._check import is_number
 from dllm_sched.view import BlockedBy, Round
 
 __all__ = ["DeficitBudget", "FewestBlocks"]
@@ -19,15 +21,25 @@ __all__ = ["DeficitBudget", "FewestBlocks"]
 class FewestBlocks(Ordering):
     """By the blocks that a request has still to make, fewest first.
 
-    Starves long requests under load, as any shortest-first order; FCFS is the alternative.
+    Args:
+        bypass: A request is overtaken by fewer than so many later ones for each of its blocks,
+            >= 0; ``inf``: by all that have fewer blocks, which starves long requests under load.
 
     Source:
-        "Sangam" (arXiv 2607.04206), one of its two queue orders.
+        "Sangam" (arXiv 2607.04206), one of its two queue orders; the bound is our own.
     """
 
+    bypass: float = attrs.field(default=math.inf)
+
+    @bypass.validator
+    def _check(self, field: attrs.Attribute[float], value: object) -> None:
+        if not is_number(value) or not value >= 0:  # type: ignore[operator]
+            raise ConfigError(f"FewestBlocks: bypass must be a number >= 0, got {value!r}")
+
     def key(self, state: Any, rv: RequestView) -> tuple[float, ...]:
-        """Return ``(remaining blocks,)``, by the budget. O(1)."""
-        return (rv.request.max_blocks - rv.num_blocks_done,)
+        """Return the remaining blocks by the budget, or the arrival put off by them. O(1)."""
+        blocks = rv.request.max_blocks - rv.num_blocks_done
+        return (blocks if self.bypass == math.inf else rv.sequence + self.bypass * blocks,)
 
 
 class _Savings(NamedTuple):

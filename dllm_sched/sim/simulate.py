@@ -20,6 +20,7 @@ from dllm_sched.batch import (
     Accepted,
     BlockBoundary,
     Finished,
+    Knobs,
     PhaseChange,
     Row,
     RowFinished,
@@ -53,9 +54,9 @@ class _Row:
 
     __slots__ = ("block", "due", "request", "start", "work")
 
-    def __init__(self, request: Request, start: int) -> None:
+    def __init__(self, request: Request, work: Work, start: int) -> None:
         self.request = request
-        self.work: Work = request.payload
+        self.work = work
         self.start = start  # the step at which its count began
         self.block = 0  # the next one to be reported
         self.due = -1
@@ -64,20 +65,26 @@ class _Row:
 class _Engine:
     """Counts steps. A row's next event stands in a heap under the step after which it happens."""
 
-    def __init__(self, *, blocks: bool, phases: bool) -> None:
+    def __init__(
+        self, *, blocks: bool, phases: bool, under_knobs: Callable[[Work, Knobs], Work] | None
+    ) -> None:
         self.steps = 0  # that every row here has taken part in
         self.prefilling: list[int] = []  # slots whose first step is not done
         self._blocks = blocks
         self._phases = phases
+        self._under_knobs = under_knobs
         self._events: list[tuple[int, int, int, _Row]] = []  # (step, serial number, slot, row)
         self._serial = 0  # events of one step come in the order in which they were foreseen
         self._rows: dict[int, _Row] = {}  # by slot
         self._kept: dict[str, int] = {}  # steps that a preempted request had done
 
-    def join(self, joined: tuple[Row, ...]) -> None:
-        for slot, request, phase, _, _, resumed in joined:
+    def join(self, joined: tuple[Row, ...], batch_knobs: Knobs) -> None:
+        for slot, request, phase, _, knobs, resumed in joined:
             done = self._kept.pop(request.id, 0) if resumed else 0
-            row = self._rows[slot] = _Row(request, self.steps - done)
+            work: Work = request.payload
+            if self._under_knobs is not None:
+                work = self._under_knobs(work, {**batch_knobs, **knobs})
+            row = self._rows[slot] = _Row(request, work, self.steps - done)
             if self._blocks and done:
                 ends = row.work.block_ends
                 while row.block < len(ends) and ends[row.block] <= done:
@@ -90,7 +97,8 @@ class _Engine:
         work = row.work
         block = row.block
         blocks = self._blocks and block < work.num_blocks - 1
-        row.due = due = row.start + (work.block_ends[block] if blocks else work.num_steps)
+        due = row.start + (work.block_ends[block] if blocks else work.num_steps)
+        row.due = due = max(due, self.steps + 1)  # it may come back to less than it has done
         self._serial += 1
         heappush(self._events, (due, self._serial, slot, row))
 
@@ -183,6 +191,7 @@ def simulate(
     service: ServiceModel,
     blocks: bool | None = None,
     phases: bool = False,
+    under_knobs: Callable[[Work, Knobs], Work] | None = None,
     jump: bool = True,
     until_s: float = _INF,
     max_waiting: int = 100_000,
@@ -200,6 +209,8 @@ def simulate(
         blocks: Report every block boundary; None: only if policy, memory or service need them.
         phases: Report that a row no longer prefills after its first step, so that ``num_tokens`` of
             the service model holds its prompt once only.
+        under_knobs: What a request needs under the knobs with which it joins (the batch's, and its
+            own before those); None: whatever the knobs, the same. Later knobs change nothing.
         jump: Take the steps of a horizon at once; False: one by one (the same, slower).
         until_s: Take no arrivals after this instant, seconds, of open and closed loops; what has
             arrived is served.
@@ -228,7 +239,7 @@ def simulate(
         blocks = grows or "blocks" in needs or service.waits() is not None
     run = _Run(
         scheduler,
-        _Engine(blocks=blocks, phases=phases),
+        _Engine(blocks=blocks, phases=phases, under_knobs=under_knobs),
         service,
         _Simulated if make_request is None else make_request,
         jump=jump,
@@ -394,9 +405,9 @@ class _Run:
 
     def _step(self, batch: StepBatch) -> None:
         scheduler, engine = self.scheduler, self.engine
-        _, _, rows, joined, _, _ = batch
+        _, _, rows, joined, knobs, _ = batch
         if joined:
-            engine.join(joined)
+            engine.join(joined, knobs)
         num_rows = len(rows)
         whole = num_rows == scheduler.num_running
         tokens = scheduler.tokens_in_rows if whole else sum(row.max_tokens for row in rows)

@@ -180,6 +180,7 @@ def saturated_rate(
     service: ServiceModel,
     max_requests: int | None = None,
     progress: Callable[[int, int], object] | None = None,
+    **options: Any,
 ) -> float:
     """Return how many requests a second the policy serves when there are always more waiting.
 
@@ -198,6 +199,7 @@ def saturated_rate(
             slot and beyond 80,000 only 10; fewer where every block of theirs has to be reported
             and they have many.
         progress: Called at each finish with (requests finished, of how many).
+        options: As of ``simulate``: how the engine counts, what requests are.
 
     Returns:
         Requests per second that finish by themselves; 0 if none does.
@@ -233,6 +235,7 @@ def saturated_rate(
         service=service,
         max_waiting=count + 1,
         observers=[plateau],
+        **options,
     )
     return result.requests_per_s if plateau.rate is None else plateau.rate
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -97,7 +98,7 @@ def play(seed: int, budget: int, slots: int, pages: int | None, *, fewest: bool)
     memory = None if pages is None else FixedCanvas(page_size=16)
     order = "fewest_blocks" if fewest else "arrival"
     scheduler = Scheduler(
-        policy=presets.sangam(slots, budget, order=order),  # type: ignore[arg-type]
+        policy=presets.sangam(slots, budget, order=order, bypass=math.inf),  # type: ignore[arg-type]
         capacity=Capacity(
             max_num_seqs=slots + seed % 3, num_pages=pages, memory=memory, window_blocks=1
         ),

@@ -9,7 +9,7 @@ import pytest
 
 from dllm_sched import Capacity, ConfigError, FinishReason, GrowingKV, Policy, Request, presets
 from dllm_sched.events import Event, RequestFinished, RequestJoined, RequestSubmitted, to_json
-from dllm_sched.policies import PastDeadline, StepCap, YoungestFirst
+from dllm_sched.policies import Control, PastDeadline, StepCap, YoungestFirst
 from dllm_sched.sim.arrivals import Poisson
 from dllm_sched.sim.service import Constant, Linear, ServiceModel
 from dllm_sched.sim.shapes import Work, gsm8k
@@ -269,3 +269,59 @@ def test_figures_are_plain_numbers_even_when_nobody_came() -> None:
     assert figures["num_requests"] == 0
     assert figures["latency_mean_s"] is None
     assert "NaN" not in result.to_json()
+
+
+class Halved(Control):
+    """Half the work for whoever has a number that can be divided by three; else a quarter less."""
+
+    def knobs(self, state: Any, rv: Any, view: Any) -> tuple[dict[str, float], float]:
+        return ({"share": 0.5} if int(rv.id[1:]) % 3 == 0 else {}), float("inf")
+
+    def batch_knobs(self, state: Any, view: Any) -> tuple[dict[str, float], float]:
+        return {"share": 0.75}, float("inf")
+
+
+def share_of(work: Work, knobs: Any) -> Work:
+    ends = tuple(round(knobs["share"] * end) for end in work.block_ends)
+    return work._replace(num_steps=ends[-1], block_ends=ends)
+
+
+@pytest.mark.parametrize("jump", [True, False])
+def test_a_request_needs_what_its_knobs_leave_of_it(jump: bool) -> None:
+    """A row's own knobs before the batch's."""
+    works = [Work(1, 96, 32, 3, steps, (steps - 8, steps - 4, steps)) for steps in (40, 80, 60)]
+    result = simulate(
+        [(0.0, works[number % 3]) for number in range(9)],
+        policy=Policy(control=Halved()),
+        capacity=Capacity(max_num_seqs=1),
+        service=Constant(1.0),
+        blocks=True,
+        under_knobs=share_of,
+        jump=jump,
+    )
+    assert list(result.steps) == [20, 60, 45] * 3
+    assert result.duration_s == 3 * 125
+
+
+def test_a_row_that_comes_back_to_less_than_it_has_done_ends_at_its_next_step() -> None:
+    """Kept progress of 4 blocks of 10 steps; the second time each block takes 1."""
+    work = Work(16, 160, 16, 10, 100, tuple(range(10, 101, 10)))
+    times: list[int] = []
+
+    def quicker(given: Work, knobs: Any) -> Work:
+        times.append(1)
+        return (
+            given if len(times) <= 2 else given._replace(num_steps=10, block_ends=(*range(1, 11),))
+        )
+
+    result = simulate(
+        [(0.0, work), (0.0, work)],
+        policy=Policy(eviction=YoungestFirst(keep=True)),
+        capacity=Capacity(max_num_seqs=2, num_pages=12, memory=GrowingKV(page_size=16)),
+        service=Constant(1.0),
+        under_knobs=quicker,
+    )
+    assert result.num_requests == 2
+    assert result.stats.num_preempted == 1
+    assert min(result.steps) < 100
+    assert max(result.steps) == 100

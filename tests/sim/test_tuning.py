@@ -362,3 +362,16 @@ def test_timeouts_share_one_measurement(monkeypatch):
     monkeypatch.setattr("dllm_sched.sim.tuning.saturated_rate", measured)
     tune(traffic(0.2, 100), service=SERVICE, batch_sizes=(4, 8))
     assert sorted(calls) == ["block_refill"] * 2 + ["continuous"] * 2 + ["fixed_fill"] * 2
+
+
+def test_a_backlog_is_counted_as_the_engine_counts() -> None:
+    """Steps of one row of 32 tokens; the prompt of 100 in the first of each request's ten alone."""
+    work = Work(100, 32, 32, 1, 10, (10,))
+    rate = saturated_rate(
+        [(0.0, work)] * 50,
+        policy=presets.continuous(1),
+        capacity=Capacity(max_num_seqs=1, window_blocks=1),
+        service=Linear(1.0, token_s=0.01),
+        phases=True,
+    )
+    assert rate == pytest.approx(1 / (10 * 1.32 + 1.0))

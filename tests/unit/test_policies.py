@@ -818,7 +818,7 @@ def test_operands_read_like_what_was_written():
         "AtBatchBoundary())"
     )
     assert repr(Fill(2) | MaxWait(1.0)) == "(Fill(count=2) | MaxWait(seconds=1.0))"
-    assert repr(FCFS().then(PriorityFirst())) == "FCFS().then(PriorityFirst())"
+    assert repr(FCFS().then(PriorityFirst())) == "FCFS().then(PriorityFirst(yield_s=inf))"
     assert Slots(2) & Slots(3) == Slots(2) & Slots(3)
     assert Slots(2) & Slots(3) != Slots(2) | Slots(3)
 
