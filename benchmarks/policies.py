@@ -280,11 +280,11 @@ def policies(workload: Workload) -> dict[str, Policy]:
         "sglang_fdfo": presets.sglang_fdfo(n),
         "sglang_block_sync": presets.sglang_block_sync(n),
         "wait": presets.wait(n, workload.types),
-        "wait, rows go on": presets.wait(n, workload.types, hold_rows=False),
-        "wait, rates by ema": presets.wait(n, workload.types, rate="ema"),
+        "wait (rows go on)": presets.wait(n, workload.types, hold_rows=False),
+        "wait (rates by ema)": presets.wait(n, workload.types, rate="ema"),
         "nested_wait": presets.nested_wait(n, workload.lengths_as_types),
         "dws": presets.dws(n),
-        "dws, oracle": presets.dws(n, PayloadCost()),
+        "dws (oracle)": presets.dws(n, PayloadCost()),
         "sangam": presets.sangam(n, 1024),
         "exclusive": presets.exclusive(
             n, hazard=1 / mean_steps, prefill_base_s=STEP.base_s, decode_base_s=STEP.base_s
@@ -303,16 +303,14 @@ def policies(workload: Workload) -> dict[str, Policy]:
         "request_router": presets.request_router(n),
         "fair_share": presets.fair_share(n),
         "congestion_stable": presets.congestion_stable(
-            n,
-            per_step,
-            memory=memory,
-            lengths=None if memory is None else workload.lengths,
+            n, per_step, memory=memory, lengths=None if memory is None else workload.lengths
         ),
+        "congestion_stable (cap alone)": presets.congestion_stable(n, per_step),
         "orca": presets.orca(n),
         "vllm": presets.vllm(n),
         "sarathi": presets.sarathi(n),
     }
-    missing = set(presets.PRESETS) - {name.partition(",")[0] for name in found}
+    missing = set(presets.PRESETS) - {name.partition(" ")[0] for name in found}
     assert not missing, f"presets that are not compared: {sorted(missing)}"
     return found
 
@@ -527,7 +525,8 @@ def headlines(count: int, seed: int) -> list[tuple[str, str, str, float]]:
     def quicker(workload: Workload) -> float:
         found = policies(workload)
         slow, fast = (
-            run(workload, found[name], math.inf)["mean_s"] for name in ("continuous", "dws, oracle")
+            run(workload, found[name], math.inf)["mean_s"]
+            for name in ("continuous", "dws (oracle)")
         )
         return slow / fast
 

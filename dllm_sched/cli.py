@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import inspect
 import json
 import math
 import os
@@ -34,7 +35,7 @@ import attrs
 from dllm_sched.capacity import Capacity, GrowingKV
 from dllm_sched.errors import ConfigError, DllmSchedError
 from dllm_sched.policies.base import Policy
-from dllm_sched.policies.presets import PRESETS, by_name
+from dllm_sched.policies.presets import PRESETS, by_name, find
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,7 +150,9 @@ def _parser() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
 def _add_policy(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("policy")
     group.add_argument(
-        "--preset", default="continuous", help=", ".join(sorted(PRESETS)) + " (default: continuous)"
+        "--preset",
+        default="continuous",
+        help=", ".join(sorted(PRESETS)) + ", or module.function of your own (default: continuous)",
     )
     group.add_argument("--batch-size", type=int, help="rows, and the engine's slots (default: 16)")
     group.add_argument(
@@ -679,10 +682,7 @@ def _capacity(options: argparse.Namespace, num_slots: int) -> Capacity:
 
 
 def _takes(preset: str) -> tuple[str, ...]:
-    if preset not in PRESETS:
-        by_name(preset)  # says which there are
-    code = PRESETS[preset].__code__
-    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return tuple(inspect.signature(find(preset)).parameters)
 
 
 def _preset(preset: str, arguments: dict[str, Any], batch_size: int) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -63,6 +64,7 @@ __all__ = [
     "energy_fill",
     "exclusive",
     "fair_share",
+    "find",
     "fixed_fill",
     "fixed_fill_online",
     "fluid_fill",
@@ -695,17 +697,48 @@ PRESETS: dict[str, Callable[..., Policy]] = {
 }
 
 
-def by_name(name: str, **arguments: Any) -> Policy:
-    """Build a preset by its name; for command lines and configuration files.
+def find(name: str) -> Callable[..., Policy]:
+    """Return a preset by its name, or what builds a policy of your own by its dotted name.
+
+    Args:
+        name: One of ``PRESETS``; or e.g. ``my_policies.small_first``, which is imported.
 
     Raises:
-        ConfigError: If there is no such preset, or it does not take these arguments.
+        ConfigError: If there is no such preset, or it cannot be imported.
     """
+    if name in PRESETS:
+        return PRESETS[name]
+    module, dot, function = name.rpartition(".")
+    if not (dot and module):
+        known = ", ".join(sorted(PRESETS))
+        raise ConfigError(
+            f"unknown policy {name!r}; known: {known}; one of your own goes by its dotted name"
+        )
     try:
-        preset = PRESETS[name]
-    except KeyError:
-        raise ConfigError(f"unknown policy {name!r}; known: {', '.join(sorted(PRESETS))}") from None
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"policy {name!r}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"policy {name!r}: a function that returns a Policy expected: {found!r}")
+    build: Callable[..., Policy] = found
+    return build
+
+
+def by_name(name: str, **arguments: Any) -> Policy:
+    """Build a policy by its name; for command lines and configuration files.
+
+    Args:
+        name: As of ``find``.
+        arguments: Its own.
+
+    Raises:
+        ConfigError: If there is no such policy, or it does not take these arguments.
+    """
+    build = find(name)
     try:
-        return preset(**arguments)
+        policy = build(**arguments)
     except TypeError as error:
         raise ConfigError(f"policy {name!r}: {error}") from error
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"policy {name!r}: it must return a Policy, got {policy!r}")
+    return policy

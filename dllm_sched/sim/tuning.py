@@ -388,7 +388,8 @@ class Candidate:
             for field in attrs.fields(Capacity)
             if getattr(capacity, field.name) is not None
         )
-        return f"Scheduler(policy=presets.{self.preset}({inside}), capacity=Capacity({limits}))"
+        build = self.preset if "." in self.preset else f"presets.{self.preset}"
+        return f"Scheduler(policy={build}({inside}), capacity=Capacity({limits}))"
 
     def __str__(self) -> str:
         inside = ", ".join(f"{name}={value:g}" for name, value in self.arguments if value != _INF)

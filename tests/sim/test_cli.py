@@ -711,3 +711,52 @@ def test_progress_counts_while_a_capacity_is_measured_and_while_it_runs(run, mon
     assert "299 requests, " in err
     err = run("compare", *QUICK, "--load", 0.5, "--progress", "--policy", "continuous")[2]
     assert "299 requests, " in err
+
+
+OWN = """
+from dllm_sched import Policy
+from dllm_sched.policies import Slots
+
+
+def narrow(batch_size):
+    return Policy(admission=Slots(max(1, batch_size // 4)), name="narrow")
+
+
+def nothing(batch_size):
+    return None
+
+
+number = 3
+"""
+
+
+def test_a_policy_of_one_s_own_goes_by_its_dotted_name(run, tmp_path, monkeypatch):
+    (tmp_path / "own_policies.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    traffic = ("--load", "0.7", "--requests", "300")
+    both = ("--policy", "own_policies.narrow", "--policy", "own_policies.narrow:batch_size=8")
+    code, out, _ = run("compare", *traffic, *both, "--json")
+    assert code in (0, 3)
+    labels = [line["label"] for line in json.loads(out)["policies"]]
+    assert labels == ["own_policies.narrow", "own_policies.narrow(batch_size=8)"]
+    code, out, _ = run("tune", *traffic, "--presets", "own_policies.narrow", "--batch-sizes", "8")
+    assert code == 0
+    assert "Scheduler(policy=own_policies.narrow(batch_size=8)" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("own_policies.nope", "no attribute 'nope'"),
+        ("no_such_module.narrow", "No module named 'no_such_module'"),
+        ("own_policies.nothing", "must return a Policy, got None"),
+        ("own_policies.number", "a function that returns a Policy expected: 3"),
+        (".narrow", "unknown policy '.narrow'"),
+    ],
+)
+def test_what_is_no_policy_is_named(run, tmp_path, monkeypatch, name, what):
+    (tmp_path / "own_policies.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, error = run("simulate", "--load", "0.7", "--preset", name)
+    assert (code, out) == (2, "")
+    assert what in error
