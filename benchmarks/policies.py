@@ -1,9 +1,9 @@
 """Every preset on the same requests, in virtual time: who takes what when.
 
     python benchmarks/policies.py
-    python benchmarks/policies.py --workload "deadlines" --requests 5000
+    python benchmarks/policies.py --workload deadlines --requests 5000
     python benchmarks/policies.py --json > policies.json
-    python benchmarks/policies.py --picture benchmarks/pictures/policies.png
+    python benchmarks/policies.py --requests 1000 --picture benchmarks/pictures/policies.png
 
 One engine for all: 16 slots, one block of 32 tokens per row and step, and steps that take
 ``17.03 ms + 1.4 ms a row + 0.03 ms a token``. That line is our own: one row then takes 19.39 ms, as
@@ -62,7 +62,7 @@ BUDGET = 512  # of every request: nobody tells a scheduler how long an answer wi
 LOADS = (0.4, 0.6, 0.8, 0.95)
 SHARES = {0.7: 0.62, 0.9: 1.0}  # TeDiServe: confidence threshold -> share of the steps
 TIGHT_S, LOOSE_S = 30.0, 120.0
-PICTURE_LOADS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+PICTURE_LOADS = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 POWER_W = 600.0  # taken for the whole of a busy step; only ratios count
 
 Requests = list[tuple[float, Work]]
