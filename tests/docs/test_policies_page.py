@@ -1,4 +1,4 @@
-"""The page on policies leaves out no preset, and neither does the script whose figures it quotes."""
+"""The page on policies leaves out no preset, nor does the script whose figures it quotes."""
 
 import json
 import subprocess
