@@ -386,7 +386,7 @@ class Candidate:
         limits = ", ".join(
             f"{field.name}={getattr(capacity, field.name)!r}"
             for field in attrs.fields(Capacity)
-            if getattr(capacity, field.name) is not None
+            if getattr(capacity, field.name) != field.default
         )
         build = self.preset if "." in self.preset else f"presets.{self.preset}"
         return f"Scheduler(policy={build}({inside}), capacity=Capacity({limits}))"
