@@ -693,13 +693,23 @@ def test_a_chain_that_never_rests_is_refused(run):
 @pytest.mark.skipif(not hasattr(signal, "SIGINT") or os.name != "posix", reason="needs signals")
 def test_ctrl_c_in_a_long_run_is_one_line():
     command = [sys.executable, "-m", "dllm_sched", "simulate", "--requests", "10000000"]
-    running = subprocess.Popen(
-        [*command, "--load", "0.5", "--progress"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert running.stderr is not None
-    running.stderr.read(1)  # the first progress
-    running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # else it starts deaf too
+    try:
+        running = subprocess.Popen(
+            [*command, "--load", "0.5", "--progress"],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with running:
+        try:
+            assert running.stderr is not None
+            running.stderr.read(1)  # the first progress
+            running.send_signal(signal.SIGINT)
+            out, err = running.communicate(timeout=60)
+        finally:
+            running.kill()
     assert (running.returncode, out) == (130, b"")
     assert err.split(b"\r\x1b[K")[-1] == b"dllm-sched: interrupted\n"
 
