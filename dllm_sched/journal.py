@@ -156,12 +156,12 @@ class JournaledScheduler(Scheduler):
     def cancel(self, request_id: str, *, now: float) -> Update:
         """As of ``Scheduler``."""
         now = self._ready_at(now)
-        return self._wrote("cancel", now, request_id, super().cancel(request_id, now=now))
+        return self._wrote("cancel", now, _id(request_id), super().cancel(request_id, now=now))
 
     def requeue(self, request_id: str, *, now: float) -> Update:
         """As of ``Scheduler``."""
         now = self._ready_at(now)
-        return self._wrote("requeue", now, request_id, super().requeue(request_id, now=now))
+        return self._wrote("requeue", now, _id(request_id), super().requeue(request_id, now=now))
 
     def next_step(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
@@ -186,7 +186,8 @@ class JournaledScheduler(Scheduler):
         """As of ``Scheduler``."""
         now = self._ready_at(now)
         update = super().complete_step(batch, outcome, now=now, steps=steps)
-        if outcome is NOTHING and steps == 1 and not (update.finished or update.released):
+        nothing = outcome is NOTHING or outcome == NOTHING
+        if nothing and steps == 1 and not (update.finished or update.released):
             self._write(f'["d",{now!r},{batch.step_id}]\n')
             return update
         done = [batch.step_id, _outcome_to_plain(outcome), steps]
@@ -273,6 +274,11 @@ class JournaledScheduler(Scheduler):
         except Exception as error:  # noqa: BLE001 - of whatever kind the sink is
             self._failure = error
             _log.exception("journal: a line could not be written")
+
+
+def _id(request_id: object) -> str:
+    """What was given for an id; anything but a str names nobody."""
+    return request_id if isinstance(request_id, str) else repr(request_id)
 
 
 def _line(*values: Any) -> str:

@@ -102,7 +102,8 @@ class EnergyMeter:
     A step of n rows is n row-steps, k steps taken at once are k times as many. A row that is
     cancelled while its step runs has taken part in it; a failed step is nobody's (its energy falls
     on the row-steps of its window). Events name no rows: a step in which only some of the running
-    rows took part (a composition, several batch_keys) is shared by all of them alike.
+    rows took part (a composition, several batch_keys) is shared by all of them alike, and with two
+    steps in flight a row that has ended counts in the first of them only.
 
     O(1) per event; ``close`` is O(requests that ran in the window or are active).
 

@@ -105,12 +105,12 @@ class NotAfterPreemption(Admission):
     """
 
     def admit(self, state: Any, rv: RequestView, round: Round) -> Verdict:
-        """Admit unless rows were preempted since the last round. O(1)."""
-        return _STOP if round.num_preempted else _ADMIT
+        """Admit unless rows were sent back since the last round and others run on. O(1)."""
+        return _STOP if round.num_preempted and round.view.num_running else _ADMIT
 
     def recheck(self, state: Any, round: Round) -> float:
         """Return 1 if it has just held somebody back."""
-        return 1 if round.num_preempted else math.inf
+        return 1 if round.num_preempted and round.view.num_running else math.inf
 
 
 @attrs.frozen

@@ -12,10 +12,32 @@ from dllm_sched.capacity import Capacity, at_least_one
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Timeout
 from dllm_sched.policies.timeout import Fill, MaxWait
+from dllm_sched.theory._check import not_negative, positive
 from dllm_sched.theory.energy import smallest_batch
 from dllm_sched.view import SchedulerView
 
-__all__ = ["EnergyFill"]
+__all__ = ["EnergyFill", "LinearEnergy"]
+
+
+@attrs.frozen
+class LinearEnergy:
+    """Joules of a batch: so many whatever its rows, and so many for each.
+
+    Args:
+        fixed_j: >= 0.
+        row_j: > 0.
+    """
+
+    fixed_j: float
+    row_j: float
+
+    def __attrs_post_init__(self) -> None:
+        not_negative(fixed_j=self.fixed_j)
+        positive(row_j=self.row_j)
+
+    def __call__(self, rows: int) -> float:
+        """Return joules. O(1)."""
+        return self.fixed_j + self.row_j * rows
 
 
 @attrs.frozen

@@ -24,7 +24,7 @@ from dllm_sched.policies.composition import AllRows
 from dllm_sched.policies.congestion import ProjectedPeak, RateCap
 from dllm_sched.policies.denoising_surface import AgedShortestFirst, BudgetCost, CostPredictor
 from dllm_sched.policies.dllm_serve import JoinWithinBudget, StepWithinBudget
-from dllm_sched.policies.energy import EnergyFill
+from dllm_sched.policies.energy import EnergyFill, LinearEnergy
 from dllm_sched.policies.eviction import PastDeadline, YoungestFirst
 from dllm_sched.policies.exclusive import ExclusivePhases
 from dllm_sched.policies.fair_share import WeightedFairShare
@@ -46,7 +46,6 @@ from dllm_sched.policies.wait import (
     WaitStart,
 )
 from dllm_sched.request import Request
-from dllm_sched.theory._check import not_negative, positive
 from dllm_sched.theory.exclusive import empty_slots, threshold
 from dllm_sched.theory.ladder import GSM8K_BLOCKS
 from dllm_sched.theory.thresholds import Grid
@@ -427,11 +426,9 @@ def energy_fill(
     Source:
         Own derivation; see ``EnergyFill``.
     """
-    not_negative(fixed_j=fixed_j)
-    positive(row_j=row_j)
     return Policy(
         admission=Slots(batch_size) & AtBatchBoundary(),
-        timeout=EnergyFill(target_j, lambda rows: fixed_j + row_j * rows, batch_size, max_wait_s),
+        timeout=EnergyFill(target_j, LinearEnergy(fixed_j, row_j), batch_size, max_wait_s),
         eviction=PastDeadline(),
         name="energy_fill",
     )

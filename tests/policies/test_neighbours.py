@@ -18,6 +18,7 @@ from dllm_sched import (
     PhaseChange,
     Policy,
     Request,
+    RowFate,
     RowFinished,
     Scheduler,
     StepOutcome,
@@ -345,6 +346,17 @@ def test_vllm_sends_back_the_last_to_come_and_takes_it_back_before_later_ones():
             gone[number] = event.at
         elif type(event).__name__ == "RequestFinished":
             running.remove(int(event.request_id[1:]))
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_vllm_goes_on_after_a_step_that_failed_for_every_row(draining):
+    scheduler = Scheduler(policy=presets.vllm(4), capacity=Capacity(max_num_seqs=4))
+    scheduler.submit(Request("a", prompt_len=20, max_new_tokens=64), now=0.0)
+    batch = scheduler.next_step(now=0.0).batch
+    if draining:
+        scheduler.drain(now=0.0)
+    scheduler.fail_step(batch, ValueError(), rows={0: RowFate.RESTART}, now=1.0)
+    assert scheduler.next_step(now=1.0).batch is not None
 
 
 def test_sarathi_keeps_every_step_within_its_budget():

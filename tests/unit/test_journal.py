@@ -317,6 +317,24 @@ def test_a_policy_with_hidden_state_is_found_out():
     assert found.difference.recomputed != found.difference.recorded
 
 
+def test_an_outcome_that_is_empty_is_none():
+    def one(scheduler: Any) -> None:
+        scheduler.submit(req("a"), now=0.0)
+        batch = scheduler.next_step(now=0.0).batch
+        scheduler.complete_step(batch, StepOutcome(), now=1.0)
+        scheduler.cancel(math.nan, now=2.0)
+        scheduler.requeue(math.nan, now=2.0)
+
+    assert replay(lines_of(one)).difference is None
+
+
+def test_every_preset_of_ours_is_written_whole():
+    policy = presets.energy_fill(2, target_j=50.0, fixed_j=60.0, row_j=10.0)
+    lines = lines_of(lambda scheduler: scheduler.submit(req("a"), now=0.0), policy=policy)
+    assert replay(lines).difference is None
+    assert restore(lines, io.StringIO(), now=0.0).scheduler.policy == policy
+
+
 def test_a_tampered_decision_is_shown():
     def one(scheduler: Any) -> None:
         scheduler.submit(req("a"), now=0.0)
