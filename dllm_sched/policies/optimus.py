@@ -12,14 +12,14 @@ import attrs
 from dllm_sched.batch import Knobs
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Control
-from dllm_sched.theory._check import positive, whole
+from dllm_sched.theory._check import items, positive, whole
 from dllm_sched.view import SchedulerView
 
 __all__ = ["ChunkWidth"]
 
 
 def _widths(widths: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(widths)
+    found = items("widths", widths)
     for width in found:
         whole(**{"a width": width})
     if not found or sorted(set(found)) != list(found):
@@ -28,7 +28,7 @@ def _widths(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:
-    return tuple(values)
+    return items("committed", values)
 
 
 def _table(latency_s: Mapping[int, Sequence[float]]) -> dict[int, tuple[float, ...]]:
@@ -37,7 +37,7 @@ def _table(latency_s: Mapping[int, Sequence[float]]) -> dict[int, tuple[float, .
             f"ChunkWidth: latency_s must map rows to seconds per width, got {latency_s!r}"
         )
     whole(**{f"rows {rows!r} of latency_s": rows for rows in latency_s})
-    return {rows: tuple(latency_s[rows]) for rows in sorted(latency_s)}
+    return {rows: items("latency_s of some rows", latency_s[rows]) for rows in sorted(latency_s)}
 
 
 @attrs.frozen

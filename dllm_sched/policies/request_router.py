@@ -14,18 +14,18 @@ from dllm_sched.batch import Knobs
 from dllm_sched.errors import ConfigError, PolicyError
 from dllm_sched.policies.base import Control
 from dllm_sched.request import Request, RequestView
-from dllm_sched.theory._check import whole
+from dllm_sched.theory._check import items, whole
 from dllm_sched.view import SchedulerView
 
 __all__ = ["ByLength", "ChooseMode"]
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
-    return (values,) if isinstance(values, str) else tuple(values)
+    return (values,) if isinstance(values, str) else items("modes", values)
 
 
 def _numbers(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+    return items("bounds", values)
 
 
 @attrs.frozen

@@ -31,6 +31,7 @@ from dllm_sched.policies.base import (
 )
 from dllm_sched.policies.rates import Rate, rate_of
 from dllm_sched.request import RequestView
+from dllm_sched.theory._check import items
 from dllm_sched.theory.wait import (
     BookingLimit,
     Segment,
@@ -54,7 +55,7 @@ _ADMIT, _STOP, _SKIP_LANE = Verdict.ADMIT, Verdict.STOP, Verdict.SKIP_LANE
 
 
 def _pairs(types: Any) -> Types:
-    pairs = tuple(types.items()) if isinstance(types, Mapping) else tuple(types)
+    pairs = items("types", types.items() if isinstance(types, Mapping) else types)
     if not pairs or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise ConfigError(
             f"types must map at least one request_class to its TrafficType, got {types!r}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from dllm_sched.errors import ConfigError
 
@@ -54,3 +55,15 @@ def histogram(name: str, weights: Mapping[int, float]) -> tuple[tuple[int, float
     total = math.fsum(weights.values())
     positive(**{f"the total weight of {name}": total})
     return tuple((value, weights[value] / total) for value in sorted(weights) if weights[value])
+
+
+def items(name: str, values: Any) -> tuple[Any, ...]:
+    """Return what can be iterated over as a tuple.
+
+    Raises:
+        ConfigError: If it cannot; names it.
+    """
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ConfigError(f"{name} must be a sequence, got {values!r}") from None

@@ -1102,3 +1102,19 @@ def test_policies_and_strategies_are_values():
     assert Own(2) == Own(2)
     assert Own(2) != Own(3)
     assert Own(2) != Admission()
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments"),
+    [
+        ("request_router", {"modes": 0}),
+        ("wait", {"types": 0}),
+        ("nested_wait", {"types": math.nan}),
+        ("optimus", {"widths": 0, "committed": (1.0,), "latency_s": {1: (1.0,)}}),
+        ("optimus", {"widths": (1,), "committed": None, "latency_s": {1: (1.0,)}}),
+        ("optimus", {"widths": (1,), "committed": (1.0,), "latency_s": {1: 1.0}}),
+    ],
+)
+def test_what_must_be_a_sequence_and_is_none_is_named(preset, arguments):
+    with pytest.raises(ConfigError, match=r"modes|types|widths|committed|latency_s"):
+        presets.PRESETS[preset](4, **arguments)
