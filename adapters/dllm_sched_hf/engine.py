@@ -35,7 +35,7 @@ from dllm_sched.batch import (
 from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.request import FinishReason, Phase, Request
-from dllm_sched.runtime.engine import StepFailedError
+from dllm_sched.runtime.engine import Progress, StepFailedError
 from dllm_sched_hf.d2f import D2F, D2FRequest
 from dllm_sched_hf.decoder import (
     Bools,
@@ -322,10 +322,11 @@ class DecodingEngine:
             max_num_seqs=self.max_num_seqs, whole_prefill=self.decoder_type.whole_prefill
         )
 
-    def committed(self, slot: int) -> tuple[int, ...]:
-        """Return the row's final tokens before its first masked position, for streaming.
+    def progress(self, slot: int, start: int = 0) -> Progress:
+        """Say how the row's answer stands from position ``start`` of it on, for streaming.
 
-        Cut like the final answer will be; each call returns an extension of the one before.
+        Cut like the final answer will be. What is committed ends before the first masked position;
+        tokens behind it are final, but told as provisional until the gap has closed. O(answer).
 
         Raises:
             ConfigError: If this engine has no such slot.
@@ -340,12 +341,12 @@ class DecodingEngine:
             raise EngineProtocolError(f"slot {slot}: holds no row; ask between join and release")
         decoder = self._decoder
         tokens = decoder.generated(slot)[: tenant.request.max_new_tokens]
-        open_positions = np.flatnonzero(tokens == self.mask_token_id)
-        if len(open_positions):
-            tokens = tokens[: open_positions[0]]
         if tenant.request.truncate_at_stop:
             tokens = tokens[: _first_stop(tokens, decoder.stop_ids[slot])]
-        return tuple(tokens.tolist())
+        masked = tokens == self.mask_token_id
+        gap = max(start, int(masked.argmax())) if masked.any() else len(tokens)
+        rest = (None if token == self.mask_token_id else token for token in tokens[gap:].tolist())
+        return Progress(tuple(tokens[start:gap].tolist()), tuple(rest))
 
     # -- the step protocol
 

@@ -14,12 +14,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from time import perf_counter
 from typing import Any, Literal, TypeVar
 
 import attrs
 
-from dllm_sched.batch import Accepted, Finished, Rejected, RowFate, StepBatch, Update
+from dllm_sched.batch import (
+    Accepted,
+    Finished,
+    Rejected,
+    RowFate,
+    StepBatch,
+    StepOutcome,
+    Update,
+)
 from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, DllmSchedError, EngineProtocolError, OutcomeError
 from dllm_sched.request import Request, RequestStatus
@@ -106,6 +115,8 @@ class Driver:
         on_update: Called with every ``Update`` of the scheduler, in order, in the thread of
             ``run``; what it does delays the next step.
         on_rejected: Called with each request that was refused, and how; likewise.
+        on_step: Called with each step that counted and its outcome, before anything that it freed
+            is released: who finished is still in its slot. Likewise.
         max_restarts: Restarts of one request after failed steps, >= 0. Those that come with a
             lower ``max_num_seqs`` do not count: they end when there is one row.
         step_timeout_s: Host seconds after which a call of ``engine.run`` counts as stuck, > 0;
@@ -128,6 +139,7 @@ class Driver:
         *,
         on_update: Callable[[Update], object] | None = None,
         on_rejected: Callable[[Request, Rejected], object] | None = None,
+        on_step: Callable[[StepBatch, StepOutcome], object] | None = None,
         max_restarts: int = 1,
         step_timeout_s: float = math.inf,
         on_stuck: OnStuck | None = None,
@@ -139,6 +151,7 @@ class Driver:
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._on_update = on_update
         self._on_rejected = on_rejected
+        self._on_step = on_step
         self._max_restarts = max_restarts
         self._watchdog: Watchdog | None = None
         if step_timeout_s != math.inf:
@@ -166,8 +179,14 @@ class Driver:
         """The clock of every instant that the scheduler is told."""
         return self._clock
 
-    def submit(self, request: Request) -> Future[Finished | Rejected]:
+    def submit(
+        self, request: Request, *, on_accepted: Callable[[], object] | None = None
+    ) -> Future[Finished | Rejected]:
         """Hand a request over, before or during ``run``.
+
+        Args:
+            request: Whose id is not active.
+            on_accepted: Called in the thread of ``run`` once the request waits.
 
         Returns:
             A future that ends exactly once: with ``Finished``, with ``Rejected`` (also after the
@@ -180,19 +199,25 @@ class Driver:
         if not isinstance(request, Request):
             raise ConfigError(f"submit: request must be a Request, got {request!r}")
         future: Future[Finished | Rejected] = Future()
-        if not self._put(lambda: self._take_up(future, self._submit, request, future), future):
+        if not self._put(
+            lambda: self._take_up(future, self._submit, request, future, on_accepted), future
+        ):
             future.set_result(Rejected(request.id, "draining"))
         return future
 
-    def cancel(self, request_id: str) -> None:
+    def cancel(self, request_id: str, future: Future[Any] | None = None) -> None:
         """End a request in whatever state; nothing happens if it is not active.
+
+        Args:
+            request_id: Its id.
+            future: What ``submit`` returned for it: a later request of the same id stays.
 
         Raises:
             ConfigError: If the id is not a str.
         """
         if not isinstance(request_id, str):
             raise ConfigError(f"cancel: request_id must be a str, got {request_id!r}")
-        self._put(lambda: self._tell(self._ask(self._scheduler.cancel, request_id)))
+        self._put(lambda: self._cancel(request_id, future))
 
     def call(self, method: Callable[..., Update], *args: Any) -> Future[Update]:
         """Call a method of the scheduler between two steps: ``set_policy``, ``pause``, and so on.
@@ -211,8 +236,27 @@ class Driver:
         if method in [getattr(self._scheduler, name) for name in _DRIVERS_OWN]:
             raise ConfigError(f"call: the driver itself calls {method.__name__}")
         future: Future[Update] = Future()
-        if not self._put(lambda: self._take_up(future, self._call, future, method, *args), future):
+        message = partial(self._take_up, future, self._call, future, method, *args)
+        if not self._put(message, future):
             future.set_exception(EngineProtocolError("call: the run is over"))
+        return future
+
+    def ask(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Look at the scheduler between two steps: ``driver.ask(scheduler.explain, "r7")``.
+
+        Returns:
+            A future of what the function returns, or of the exception that it or the run met.
+
+        Raises:
+            ConfigError: If it is not callable.
+        """
+        if not callable(function):
+            raise ConfigError(f"ask: function must be callable, got {function!r}")
+        future: Future[T] = Future()
+        if not self._put(
+            lambda: self._take_up(future, self._look, future, function, *args), future
+        ):
+            future.set_exception(EngineProtocolError("ask: the run is over"))
         return future
 
     def stop(self, finish: Finish = "all") -> None:
@@ -344,6 +388,8 @@ class Driver:
             self._recover(batch, error)  # values of such a kind that to look at them raised
             return
         self._scheduler_s += perf_counter() - ran
+        if self._on_step is not None:
+            self._on_step(batch, outcome)
         self._tell(update)
 
     def _ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -401,7 +447,20 @@ class Driver:
         self._end(future, update)
         self._tell(update)
 
-    def _submit(self, request: Request, future: Future[Finished | Rejected] | None) -> None:
+    def _look(self, future: Future[T], function: Callable[..., T], *args: Any) -> None:
+        try:
+            answer = function(*args)
+        except Exception as error:  # noqa: BLE001 - the caller's own, and the caller knows
+            self._fail(future, error)
+            return
+        self._end(future, answer)
+
+    def _submit(
+        self,
+        request: Request,
+        future: Future[Finished | Rejected] | None,
+        on_accepted: Callable[[], object] | None = None,
+    ) -> None:
         try:
             answer = self._ask(self._scheduler.submit, request)
         except Exception as error:
@@ -411,10 +470,16 @@ class Driver:
             return
         if isinstance(answer, Accepted):
             self._active[request.id] = future
+            if on_accepted is not None:
+                on_accepted()
             return
         self._end(future, answer)
         if self._on_rejected is not None:
             self._on_rejected(request, answer)
+
+    def _cancel(self, request_id: str, future: Future[Any] | None) -> None:
+        if future is None or self._active.get(request_id) is future:
+            self._tell(self._ask(self._scheduler.cancel, request_id))
 
     def _drain(self) -> None:
         if not self._draining:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dllm_sched.batch import Released, StepBatch, StepOutcome
 
-__all__ = ["Engine", "StepFailedError"]
+__all__ = ["Engine", "Progress", "StepFailedError", "StreamingEngine"]
 
 
 class Engine(Protocol):
@@ -25,6 +25,28 @@ class Engine(Protocol):
 
     def release(self, released: Sequence[Released]) -> None:
         """Take slots back, before the step in which they may be given again."""
+
+
+class Progress(NamedTuple):
+    """How a row's answer stands, from some position of it on."""
+
+    committed: tuple[int, ...]  #: token ids that are final, without a gap
+    provisional: tuple[int | None, ...] = ()
+    """How the positions after them look now, as far as the row has opened them: a token id that
+    may still change, or is final but behind a gap; None = masked."""
+
+
+class StreamingEngine(Engine, Protocol):
+    """An engine whose answers can be followed while they are decoded."""
+
+    def progress(self, slot: int, start: int) -> Progress:
+        """Say how the answer of the row in ``slot`` stands, from position ``start`` of it on.
+
+        Asked after ``run`` and before the slot is released, also of rows that have just finished,
+        never of rows that failed. What is committed ends where the answer in the row's
+        ``RowFinished.output`` will, and is all of it once the row has finished. It never changes
+        while the row is in its slot.
+        """
 
 
 class StepFailedError(RuntimeError):

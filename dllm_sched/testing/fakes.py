@@ -21,7 +21,7 @@ from dllm_sched.batch import (
 )
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.request import FinishReason, Phase, Request
-from dllm_sched.runtime import VirtualClock
+from dllm_sched.runtime import Progress, VirtualClock
 
 __all__ = ["FakeEngine", "FakeOutput", "fake_steps"]
 
@@ -153,6 +153,23 @@ class FakeEngine:
                 self._tenants[gone.slot] = None
                 if gone.kept:
                     self._kept[gone.request.id] = tenant
+
+    def progress(self, slot: int, start: int) -> Progress:
+        """Say how an answer stands: its tokens, a guess at the next, and the rest of the block.
+
+        Raises:
+            EngineProtocolError: If the slot holds no row.
+        """
+        tenant = self._tenants[slot]
+        if tenant is None:
+            raise EngineProtocolError(f"slot {slot}: holds no row")
+        request, done = tenant.request, len(tenant.tokens)
+        left = min(
+            request.block_length - done % request.block_length, request.max_new_tokens - done
+        )
+        guess = (crc32(f"{_key(request)} {done} {tenant.done} guess".encode()) % 50_000,)
+        masked = (None,) * (left - 1)
+        return Progress(tuple(tenant.tokens[start:]), (*guess, *masked) if left else ())
 
     def _place(self, row: Row) -> None:
         here = self._tenants[row.slot]

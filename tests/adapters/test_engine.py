@@ -399,17 +399,22 @@ def test_streamed_tokens_only_grow_and_end_as_the_answer(
     engine = golden_engine(stored, 1)
     drive = loop(engine)
     drive.join(0, golden_request(stored, entry, truncate_at_stop=True))
-    seen = ()
+    seen, guessed = (), False
     while drive.rows:
         drive.step()
         if drive.rows:
-            now = engine.committed(0)
+            whole = engine.progress(0)
+            now = whole.committed
             assert now[: len(seen)] == seen
+            assert engine.progress(0, len(seen)) == (now[len(seen) :], whole.provisional)
+            assert whole.provisional[:1] in {(), (None,)}, "what is committed goes up to the gap"
+            guessed |= any(token is not None for token in whole.provisional)
             seen = now
     answer = drive.outputs[str(entry["id"])].tokens
     assert answer[: len(seen)] == seen
+    assert guessed, "some token was committed behind a gap"
     with pytest.raises(EngineProtocolError, match="slot 0"):
-        engine.committed(0)
+        engine.progress(0)
 
 
 @pytest.mark.parametrize("name", ["d2f_mbpp_b32", "fast_dllm_dual_thr09"])
@@ -772,7 +777,7 @@ def test_bad_engine_arguments_name_themselves(fields, model):
 @pytest.mark.parametrize("slot", [99, 1, -1, "0", None])
 def test_a_slot_that_does_not_exist_is_named(slot, model):
     with pytest.raises(ConfigError, match=f"slot must be an int in 0..0, got {slot!r}"):
-        D2FEngine(model(), max_num_seqs=1).committed(slot)
+        D2FEngine(model(), max_num_seqs=1).progress(slot)
 
 
 def test_a_row_that_never_joined_is_the_callers_error(model):
