@@ -55,6 +55,9 @@ _log = logging.getLogger("dllm_sched")
 class RunReport:
     """Where the host's time went. Seconds of ``time.perf_counter`` since ``run`` began.
 
+    The four parts add up to ``wall_s``, and none of them ever falls: a call that has not returned
+    yet counts up to this moment.
+
     Attributes:
         started_at: Instant at which ``run`` began, seconds on the driver's clock.
         num_steps: Steps run, failed ones included.
@@ -62,6 +65,7 @@ class RunReport:
         engine_s: Inside ``engine.run`` and ``engine.release``.
         scheduler_s: Inside the scheduler's calls.
         wait_s: Asleep, with nothing to do.
+        other_s: In none of these: the driver itself, and the callbacks.
         interrupted: Whether Ctrl-C ended it.
     """
 
@@ -71,17 +75,13 @@ class RunReport:
     engine_s: float
     scheduler_s: float
     wait_s: float
+    other_s: float
     interrupted: bool
 
     @property
     def busy_s(self) -> float:
         """Not asleep."""
         return self.wall_s - self.wait_s
-
-    @property
-    def other_s(self) -> float:
-        """Neither asleep nor in engine or scheduler: the driver itself, and the callbacks."""
-        return self.busy_s - self.engine_s - self.scheduler_s
 
     @property
     def scheduler_us_per_step(self) -> float:
@@ -170,7 +170,8 @@ class Driver:
         self._started_at = math.nan
         self._began = self._ended = math.nan
         self._num_steps = 0
-        self._engine_s = self._scheduler_s = self._wait_s = 0.0
+        # Seconds of each part, the part that is on, and since when: one value, for any thread.
+        self._times = (dict.fromkeys(("engine", "scheduler", "wait", "other"), 0.0), "other", 0.0)
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -284,14 +285,17 @@ class Driver:
         """
         if math.isnan(self._began):
             raise EngineProtocolError("report: run has not begun")
+        spent, part, since = self._times
         ended = perf_counter() if math.isnan(self._ended) else self._ended
+        spent = {**spent, part: spent[part] + ended - since}
         return RunReport(
             started_at=self._started_at,
             num_steps=self._num_steps,
             wall_s=ended - self._began,
-            engine_s=self._engine_s,
-            scheduler_s=self._scheduler_s,
-            wait_s=self._wait_s,
+            engine_s=spent["engine"],
+            scheduler_s=spent["scheduler"],
+            wait_s=spent["wait"],
+            other_s=spent["other"],
             interrupted=self._num_interrupts > 0,
         )
 
@@ -316,7 +320,9 @@ class Driver:
         """
         if not math.isnan(self._began):
             raise EngineProtocolError("run: a driver runs once; build another")
-        self._began = perf_counter()
+        began = perf_counter()
+        self._times = (self._times[0], "other", began)
+        self._began = began
         watched = nullcontext() if self._watchdog is None else self._watchdog.on_duty()
         with _interruptible(self._interrupt), watched:
             failure: BaseException | None = None
@@ -346,28 +352,34 @@ class Driver:
                 arrival = None
                 self._drain()
 
-            began = perf_counter()
+            self._turn_to("scheduler")
             update = scheduler.next_step(now=clock())
-            self._scheduler_s += perf_counter() - began
+            self._turn_to("other")
             self._tell(update)
             if update.batch is not None:
                 self._step(update.batch)
             elif self._draining and not scheduler.has_work():
                 return
             else:
-                began = perf_counter()
                 until = update.wake_at
                 if arrival is not None:
                     until = min(until, self._due(arrival))
+                self._turn_to("wait")
                 inbox.wait(until)
-                self._wait_s += perf_counter() - began
+                self._turn_to("other")
 
     def _due(self, arrival: Arrival) -> float:
         return self._started_at + arrival[0]
 
+    def _turn_to(self, part: str) -> None:
+        """Count the time for another part from here on. One is always on, so none is lost."""
+        now = perf_counter()
+        spent, on, since = self._times
+        self._times = ({**spent, on: spent[on] + now - since}, part, now)
+
     def _step(self, batch: StepBatch) -> None:
         self._num_steps += 1
-        began = perf_counter()
+        self._turn_to("engine")
         try:
             if self._watchdog is None:
                 outcome = self._engine.run(batch)
@@ -375,35 +387,35 @@ class Driver:
                 with self._watchdog.watching(batch):
                     outcome = self._engine.run(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, no request is lost
-            self._engine_s += perf_counter() - began
+            self._turn_to("other")
             self._recover(batch, error)
             return
-        ran = perf_counter()
-        self._engine_s += ran - began
+        self._turn_to("scheduler")
         try:
             update = self._scheduler.complete_step(batch, outcome, now=self._clock())
         except Exception as error:
             if isinstance(error, DllmSchedError) and not isinstance(error, OutcomeError):
                 raise
+            self._turn_to("other")
             self._recover(batch, error)  # values of such a kind that to look at them raised
             return
-        self._scheduler_s += perf_counter() - ran
+        self._turn_to("other")
         if self._on_step is not None:
             self._on_step(batch, outcome)
         self._tell(update)
 
     def _ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        began = perf_counter()
+        self._turn_to("scheduler")
         try:
             return method(*args, **kwargs, now=self._clock())
         finally:
-            self._scheduler_s += perf_counter() - began
+            self._turn_to("other")
 
     def _tell(self, update: Update) -> None:
         if update.released:
-            began = perf_counter()
+            self._turn_to("engine")
             self._engine.release(update.released)
-            self._engine_s += perf_counter() - began
+            self._turn_to("other")
         for finished in update.finished:
             future = self._active.pop(finished.request.id, None)
             self._restarts.pop(finished.request.id, None)

@@ -134,6 +134,50 @@ def test_the_report_accounts_for_all_of_the_time():
     assert not report.interrupted
 
 
+def test_a_report_in_the_middle_of_a_call_counts_it_where_it_belongs():
+    """Else what has not returned yet would be "other" for a while, and then be taken back."""
+    pairs = {"engine_s": [], "scheduler_s": [], "wait_s": [], "other_s": []}
+
+    def look(part):
+        pairs[part].append((bench.driver.report(), bench.driver.report()))
+
+    class Engine(FakeEngine):
+        def run(self, batch):
+            look("engine_s")
+            return super().run(batch)
+
+        def release(self, released):
+            look("engine_s")
+            super().release(released)
+
+    def key(rv):
+        look("scheduler_s")
+        return ()
+
+    def jump(instant):
+        if instant == 9.0:  # nobody but the inbox goes there
+            look("wait_s")
+        VirtualClock.set(bench.clock, instant)
+
+    bench = Bench(engine=Engine, policy=Policy(ordering=key))
+    bench.clock.set = jump
+    bench.on_batch = lambda number: look("other_s")
+    last = bench.driver.run([(0.0, request("a", 4)), (9.0, request("b", 2))])
+    before = dict.fromkeys(pairs, 0.0)
+    for part, looks in pairs.items():
+        assert looks, part
+        for first, second in looks:
+            for other in pairs:
+                assert (getattr(first, other) < getattr(second, other)) is (other == part)
+    reports = [one for looks in pairs.values() for both in looks for one in both]
+    for report in sorted(reports, key=lambda one: one.wall_s):
+        now = {part: getattr(report, part) for part in pairs}
+        assert sum(now.values()) == pytest.approx(report.wall_s)
+        assert all(now[part] >= before[part] for part in pairs)
+        before = now
+    assert all(getattr(last, part) >= before[part] for part in pairs)
+
+
 def test_a_partial_batch_waits_for_its_timer_and_drain_lets_the_last_go():
     bench = Bench(policy=presets.fixed_fill(batch_size=4, timeout_s=1.0))
     bench.driver.run([(0.0, request("a")), (0.5, request("b")), (20.0, request("c"))])
