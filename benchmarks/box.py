@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -21,23 +20,20 @@ from dllm_sched import Finished, Scheduler, presets
 from dllm_sched_hf import D2FEngine, box, load_model
 
 
-def answer_all(
-    model: object, pairs: list[tuple[str, str]], batch_size: int
-) -> tuple[list[Finished], float]:
-    """Serve every prompt, ``batch_size`` at a time; return the endings in order, and seconds."""
+def answer_all(model: object, pairs: list[tuple[str, str]], batch_size: int) -> list[Finished]:
+    """Serve every prompt, ``batch_size`` at a time; return the endings in order."""
     engine = D2FEngine(model, max_num_seqs=batch_size, trace=True)
     scheduler = Scheduler(policy=presets.continuous(batch_size), capacity=engine.capacity())
     for number, (prompt, _) in enumerate(pairs):
         ids = box.task.encode_prompt(prompt)
         scheduler.submit(engine.request(str(number), ids, **box.DECODING), now=0.0)
     ended: list[Finished] = []
-    began = perf_counter()
     while scheduler.has_work():
         batch = scheduler.next_step(now=0.0).batch
         update = scheduler.complete_step(batch, engine.run(batch), now=0.0)
         engine.release(update.released)
         ended.extend(update.finished)
-    return sorted(ended, key=lambda end: int(end.request.id)), perf_counter() - began
+    return sorted(ended, key=lambda end: int(end.request.id))
 
 
 def main() -> None:
@@ -51,8 +47,8 @@ def main() -> None:
     model = load_model(box.box_model_dir(), box.box_lora_dir(), device="cpu")
     pairs = list(box.task.sample_requests(options.prompts, options.seed, distinct=True))
 
-    alone, alone_s = answer_all(model, pairs, 1)
-    mixed, mixed_s = answer_all(model, pairs, 16)
+    alone = answer_all(model, pairs, 1)
+    mixed = answer_all(model, pairs, 16)
     right = [
         box.task.check(prompt, box.task.decode(end.output.tokens))
         for (prompt, _), end in zip(pairs, mixed, strict=True)
@@ -67,7 +63,6 @@ def main() -> None:
     print(f"exact answers           {sum(right)} = {sum(right) / count:.1%}")
     print(f"forwards per request    p10 {low}, p50 {middle}, p90 {high}, max {max(steps)}")
     print(f"batch 1 and 16 alike    tokens {sum(tokens)}, step traces {sum(traces)} of {count}")
-    print(f"requests per second     batch 1 {count / alone_s:.1f}, batch 16 {count / mixed_s:.1f}")
     print(f"{platform.machine()}, {options.threads} thread(s), torch {torch.__version__}")
 
 

@@ -13,8 +13,8 @@ requests.
 
 All requests are there from the start and run through so many slots; one slot is per-request
 dispatch, one request after the other. Figures are of the fastest of ``--rounds`` interleaved
-rounds, and every batch size must give the tokens of dispatch (a float64 run of any model, float32
-runs of those whose margins are guarded; else it is reported how many are alike).
+rounds. ``alike`` counts the answers that are those of dispatch, token for token: all of them, or
+this ends with an error, in float64 and where float32 is known to keep every decision (``golden``).
 
 A step's wall time is shared out: ``forward`` inside the model (``forward_s`` of the engine: on CUDA
 from launch to results, which includes reading out), ``decode`` the rest of ``engine.run`` and
@@ -24,7 +24,8 @@ again on the same packed tokens, with nothing around them; their share of the wh
 the step comes to its roofline, and ``dense`` is how long they take against a plain ``[rows, tokens
 per row]`` forward of as many tokens, without cache, raggedness or padding. ``wasted``: tokens that
 went through forwards though no row needed them (padding, steps of rows that had ended); what a row
-needs is counted from its trace. ``GPU busy``: the time in which any kernel ran, over the wall time
+needs is counted from its trace. ``peak`` is the device's; on a CPU that of the whole process, which
+only grows. ``GPU busy``: the time in which any kernel ran, over the wall time
 of the same steps. Events around a step that ends in a copy back would measure its wall time again.
 """
 
@@ -74,7 +75,7 @@ class Workload(NamedTuple):
     model: Any
     engine_type: Any
     requests: list[Any]
-    guarded: bool  # whether float32 keeps every decision's margin
+    guarded: bool  # whether float32 keeps every decision
     tokens: dict[str, list[int]] = {}  # noqa: RUF012 - of the answers, where they are known
     forwards: dict[str, int] = {}  # noqa: RUF012 - likewise
 
@@ -106,7 +107,7 @@ def box_workload(options: argparse.Namespace) -> Workload:
         D2FRequest(str(number), prompt=box.task.encode_prompt(prompt), **box.DECODING)
         for number, (prompt, _) in enumerate(pairs)
     ]
-    return Workload("box", model, D2FEngine, requests, guarded=True)
+    return Workload("box", model, D2FEngine, requests, guarded=False)
 
 
 def golden_workload(name: str, options: argparse.Namespace) -> Workload:
@@ -148,7 +149,7 @@ def shape_workload(options: argparse.Namespace) -> Workload:
         )  # fmt: skip
         decoder = LadderSteps(StepLadder(8, **thresholds))
         prompt = LogNormal(20, 0.35, 64, low=8)
-        shapes = Shapes(Histogram({1: 1, 2: 2, 3: 1}), prompt=prompt, decoder=decoder)
+        shapes = Shapes(Histogram({1: 1, 2: 1, 3: 1, 4: 1}), prompt=prompt, decoder=decoder)
         count = options.requests or 8
     else:
         config = LLaDAConfig(mlp_hidden_size=12288)
@@ -184,6 +185,14 @@ def shape_workload(options: argparse.Namespace) -> Workload:
     return Workload(name, model, D2FEngine, requests, False, {}, forwards)
 
 
+def workloads(options: argparse.Namespace) -> Iterator[Workload]:
+    if options.model == "golden":
+        for name in options.recordings.split(","):
+            yield golden_workload(name, options)
+    else:
+        yield box_workload(options) if options.model == "box" else shape_workload(options)
+
+
 # --- one run --------------------------------------------------------------------------------------
 
 
@@ -208,14 +217,14 @@ def serve(work: Workload, batch_size: int, **more: Any) -> Run:
     outputs: dict[str, Any] = {}
     row_steps = 0
 
-    def told(update: Any) -> None:
+    def heard(update: Any) -> None:
         nonlocal row_steps
         if update.batch is not None:
             row_steps += len(update.batch.rows)
         for end in update.finished:
             outputs[end.request.id] = end.output
 
-    driver = Driver(scheduler, engine, on_update=told)
+    driver = Driver(scheduler, engine, on_update=heard)
     began = perf_counter()
     report = driver.run((0.0, request) for request in work.requests)
     wall_s = perf_counter() - began
@@ -250,12 +259,14 @@ def loop(engine: Any, scheduler: Any, requests: Iterable[Any]) -> Iterator[tuple
         yield len(update.batch.rows), perf_counter() - began
 
 
-def beside_the_forward_alone(work: Workload, batch_size: int, samples: int) -> dict[str, Any]:
-    """Run the forward of some steps again, and a dense one of as many tokens.
+def beside_the_forward_alone(
+    work: Workload, batch_size: int, *, samples: int, every: int
+) -> dict[str, float | None]:
+    """Run the forward of every so many steps again, and a dense one of as many tokens.
 
     Returns:
         ``alone``, the share of the forward alone in the whole step, and ``dense``, the ratio of the
-        forward to a dense one: medians over the samples, taken after every third step.
+        forward to a dense one: medians over the samples; None if there are none.
     """
     import torch
 
@@ -282,8 +293,8 @@ def beside_the_forward_alone(work: Workload, batch_size: int, samples: int) -> d
     model.forward_packed, model.logits = recorded(forward), recorded(head)
     try:
         for number, (rows, step_s) in enumerate(loop(engine, scheduler, work.requests)):
-            sent = calls[0][1][0].shape[0]
-            if number > 2 and number % 3 == 0:
+            if calls and number % every == every - 1:
+                sent = calls[0][1][0].shape[0]
                 with torch.inference_mode():
                     again_s = timed(lambda: [function(*args) for function, args in calls])
                     ids = torch.zeros((rows, max(1, round(sent / rows))), dtype=torch.int64)
@@ -342,10 +353,6 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     # What each row needs, by its trace; the same whoever shares its batch.
     traced = serve(work, sizes[-1], trace=True).outputs
     needed = sum(needed_tokens(each, traced[each.id].trace) for each in work.requests)
-    aside = {}
-    for size in sizes:
-        aside[size] = beside_the_forward_alone(work, size, options.samples)
-        aside[size]["gpu_busy"] = gpu_busy(work, size, options.samples) if on_gpu else None
     runs: dict[int, Run] = {}
     peaks: dict[int, int] = {}
     for _, size in itertools.product(range(options.rounds), sizes):
@@ -360,6 +367,9 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     batches = []
     for size in sizes:
         run = runs[size]
+        every = max(1, min(10, run.forwards // options.samples))
+        aside = beside_the_forward_alone(work, size, samples=options.samples, every=every)
+        aside["gpu_busy"] = gpu_busy(work, size, options.samples) if on_gpu else None
         alike = sum(run.outputs[key].tokens == out.tokens for key, out in dispatch.outputs.items())
         assert alike == len(work.requests) or not exact, (
             f"{work.name}: {len(work.requests) - alike} answers at batch {size} differ from those "
@@ -368,7 +378,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
         batches.append(
             told(run, size, needed)
             | {"times_dispatch": dispatch.wall_s / run.wall_s, "alike": alike}
-            | aside[size]
+            | aside
             | {"peak_bytes": peaks[size], "budget_bytes": budget(work, size)}
         )
     return {"name": work.name, "requests": len(work.requests), "batches": batches}
@@ -558,7 +568,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="box", choices=("box", "golden", "llada-8b-shape"))
@@ -575,7 +585,7 @@ def parse_args() -> argparse.Namespace:
     add("--seed", type=int, default=2, help="of requests and random weights; default: 2")
     add("--json", action="store_true", help="print one JSON object, nothing else")
     add("--plot", metavar="FILE", help="write a picture there")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     full_size = options.model == "llada-8b-shape" and not options.toy
     on_gpu = options.device.startswith("cuda")
     if full_size and not on_gpu:
@@ -606,17 +616,9 @@ def main() -> None:
     facts = machine(options)
     if not options.json:
         print(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))
-    if options.model == "golden":
-        makers = [
-            lambda name=name: golden_workload(name, options)
-            for name in options.recordings.split(",")
-        ]
-    else:
-        maker = box_workload if options.model == "box" else shape_workload
-        makers = [lambda: maker(options)]
     results = []
-    for make in makers:
-        results.append(measure(make(), options))
+    for work in workloads(options):
+        results.append(measure(work, options))
         if not options.json:
             tables(results[-1], on_gpu=on_gpu)
     if options.json:
