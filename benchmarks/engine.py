@@ -24,9 +24,10 @@ again on the same packed tokens, with nothing around them; their share of the wh
 the step comes to its roofline, and ``dense`` is how long they take against a plain ``[rows, tokens
 per row]`` forward of as many tokens, without cache, raggedness or padding. ``wasted``: tokens that
 went through forwards though no row needed them (padding, steps of rows that had ended); what a row
-needs is counted from its trace. ``peak`` is the device's; on a CPU that of the whole process, which
-only grows. ``GPU busy``: the time in which any kernel ran, over the wall time
-of the same steps. Events around a step that ends in a copy back would measure its wall time again.
+needs is counted from its trace at the largest batch, and exact where answers are alike. ``peak`` is
+the device's; on a CPU that of the whole process, which only grows. ``GPU busy``: the time in which
+any kernel ran, over the wall time of the same steps. Events around a step that ends in a copy back
+would measure its wall time again.
 """
 
 from __future__ import annotations
