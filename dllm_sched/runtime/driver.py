@@ -47,6 +47,7 @@ Message = Callable[[], None]
 """Carries out what a thread asked for."""
 
 _CUTS: tuple[Finish, ...] = ("all", "running", "none")  # each cuts deeper than the one before
+_ENGINE, _SCHEDULER, _WAIT, _OTHER = range(4)  # parts of the time
 _DRIVERS_OWN = ("submit", "next_step", "complete_step", "fail_step")
 _log = logging.getLogger("dllm_sched")
 
@@ -171,7 +172,7 @@ class Driver:
         self._began = self._ended = math.nan
         self._num_steps = 0
         # Seconds of each part, the part that is on, and since when: one value, for any thread.
-        self._times = (dict.fromkeys(("engine", "scheduler", "wait", "other"), 0.0), "other", 0.0)
+        self._times = ([0.0] * 4, _OTHER, 0.0)
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -287,15 +288,16 @@ class Driver:
             raise EngineProtocolError("report: run has not begun")
         spent, part, since = self._times
         ended = perf_counter() if math.isnan(self._ended) else self._ended
-        spent = {**spent, part: spent[part] + ended - since}
+        spent = spent.copy()
+        spent[part] += ended - since
         return RunReport(
             started_at=self._started_at,
             num_steps=self._num_steps,
             wall_s=ended - self._began,
-            engine_s=spent["engine"],
-            scheduler_s=spent["scheduler"],
-            wait_s=spent["wait"],
-            other_s=spent["other"],
+            engine_s=spent[_ENGINE],
+            scheduler_s=spent[_SCHEDULER],
+            wait_s=spent[_WAIT],
+            other_s=spent[_OTHER],
             interrupted=self._num_interrupts > 0,
         )
 
@@ -321,7 +323,7 @@ class Driver:
         if not math.isnan(self._began):
             raise EngineProtocolError("run: a driver runs once; build another")
         began = perf_counter()
-        self._times = (self._times[0], "other", began)
+        self._times = (self._times[0], _OTHER, began)
         self._began = began
         watched = nullcontext() if self._watchdog is None else self._watchdog.on_duty()
         with _interruptible(self._interrupt), watched:
@@ -352,9 +354,9 @@ class Driver:
                 arrival = None
                 self._drain()
 
-            self._turn_to("scheduler")
+            self._turn_to(_SCHEDULER)
             update = scheduler.next_step(now=clock())
-            self._turn_to("other")
+            self._turn_to(_OTHER)
             self._tell(update)
             if update.batch is not None:
                 self._step(update.batch)
@@ -364,22 +366,24 @@ class Driver:
                 until = update.wake_at
                 if arrival is not None:
                     until = min(until, self._due(arrival))
-                self._turn_to("wait")
+                self._turn_to(_WAIT)
                 inbox.wait(until)
-                self._turn_to("other")
+                self._turn_to(_OTHER)
 
     def _due(self, arrival: Arrival) -> float:
         return self._started_at + arrival[0]
 
-    def _turn_to(self, part: str) -> None:
+    def _turn_to(self, part: int) -> None:
         """Count the time for another part from here on. One is always on, so none is lost."""
         now = perf_counter()
         spent, on, since = self._times
-        self._times = ({**spent, on: spent[on] + now - since}, part, now)
+        spent = spent.copy()  # whoever reads the old one reads on in peace
+        spent[on] += now - since
+        self._times = (spent, part, now)
 
     def _step(self, batch: StepBatch) -> None:
         self._num_steps += 1
-        self._turn_to("engine")
+        self._turn_to(_ENGINE)
         try:
             if self._watchdog is None:
                 outcome = self._engine.run(batch)
@@ -387,35 +391,35 @@ class Driver:
                 with self._watchdog.watching(batch):
                     outcome = self._engine.run(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, no request is lost
-            self._turn_to("other")
+            self._turn_to(_OTHER)
             self._recover(batch, error)
             return
-        self._turn_to("scheduler")
+        self._turn_to(_SCHEDULER)
         try:
             update = self._scheduler.complete_step(batch, outcome, now=self._clock())
         except Exception as error:
             if isinstance(error, DllmSchedError) and not isinstance(error, OutcomeError):
                 raise
-            self._turn_to("other")
+            self._turn_to(_OTHER)
             self._recover(batch, error)  # values of such a kind that to look at them raised
             return
-        self._turn_to("other")
+        self._turn_to(_OTHER)
         if self._on_step is not None:
             self._on_step(batch, outcome)
         self._tell(update)
 
     def _ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        self._turn_to("scheduler")
+        self._turn_to(_SCHEDULER)
         try:
             return method(*args, **kwargs, now=self._clock())
         finally:
-            self._turn_to("other")
+            self._turn_to(_OTHER)
 
     def _tell(self, update: Update) -> None:
         if update.released:
-            self._turn_to("engine")
+            self._turn_to(_ENGINE)
             self._engine.release(update.released)
-            self._turn_to("other")
+            self._turn_to(_OTHER)
         for finished in update.finished:
             future = self._active.pop(finished.request.id, None)
             self._restarts.pop(finished.request.id, None)
