@@ -13,6 +13,7 @@ FROZEN = Path(__file__).with_name("public_names.txt")
 PACKAGES = (
     "dllm_sched",
     "dllm_sched.policies",
+    "dllm_sched.metrics",
     "dllm_sched.runtime",
     "dllm_sched.sim",
     "dllm_sched.testing",

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from dllm_sched import (
     Accepted,
@@ -43,6 +45,7 @@ from dllm_sched import (
     Update,
     presets,
 )
+from dllm_sched.metrics import Metrics
 from dllm_sched.policies import (
     ALL,
     KEEP,
@@ -198,7 +201,7 @@ CAPACITIES = [
 class Machine:
     """Plays everybody around a scheduler and checks what it is told."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *observers: Any) -> None:
         self.rng = random.Random(seed)
         self.capacity = self.rng.choice(CAPACITIES)
         self.policies = policies()
@@ -206,7 +209,7 @@ class Machine:
         self.scheduler = Scheduler(
             capacity=self.capacity,
             policy=self.rng.choice(self.policies[:-1]),
-            observers=[self.events.append] if seed % 2 else [],
+            observers=[*observers, self.events.append] if seed % 2 else observers,
             max_in_flight=1 + seed // 2 % 2,
         )
         self.max_in_flight = 1 + seed // 2 % 2
@@ -521,3 +524,74 @@ class Machine:
 @given(st.integers(0, 2**32))
 def test_every_call_keeps_every_invariant(seed: int) -> None:
     Machine(seed).run(300)
+
+
+class Recorded(Machine):
+    """Notes what it was told, and now and then compares the metrics with the scheduler's totals."""
+
+    def __init__(self, seed: int, metrics: Metrics | None = None) -> None:
+        super().__init__(seed, *[] if metrics is None else [metrics])
+        self.heard: list[str] = []
+        self.registry = CollectorRegistry()
+        self.num_compared = 0
+        if metrics is not None:
+            metrics.expose(self.scheduler, registry=self.registry)
+
+    def told(self, update: Update) -> None:
+        self.heard.append(repr(update))
+        super().told(update)
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().call(function, *args, **kwargs)
+        if self.calls % 8 == 0:
+            self.compare()
+        return result
+
+    def compare(self) -> None:
+        sums: Counter[str] = Counter()  # a metric's, and with a slash those by label
+        for sample in (one for family in self.registry.collect() for one in family.samples):
+            name = sample.name.removeprefix("dllm_sched_")
+            sums[name] += sample.value
+            for word in sample.labels.values():
+                sums[f"{name}/{word}"] += sample.value
+        if not sums:
+            return
+        self.num_compared += 1
+        counts, stats = self.scheduler.counts(), self.scheduler.stats()
+        assert counts == (
+            sums["requests_submitted_total"],
+            sums["requests_rejected_total"],
+            sums["requests_waiting"],
+            sums["requests_running"],
+            sums["requests_finished_total"],
+        )
+        assert (stats.num_steps, stats.row_steps) == (
+            sums["step_rows_count"],
+            sums["step_rows_sum"],
+        )
+        assert stats.num_steps == sums["step_seconds_count"]
+        assert stats.wasted_row_steps == sums["wasted_row_steps_total"]
+        assert stats.num_preempted == sums["requests_preempted_total"]
+        assert stats.num_failed_steps == sums["failed_steps_total"]
+        assert stats.num_blocks == sums["blocks_total"]
+        for reason, number in stats.finished_by_reason.items():
+            assert sums[f"requests_finished_total/{reason.value}"] == number
+        assert stats.tokens_in_rows == sums["tokens_in_rows"]
+        if stats.free_pages is not None:
+            assert max(0, stats.free_pages) == sums["kv_pages/free"]
+        assert 0 <= sums["wait_seconds_count"] <= stats.num_joined
+
+
+@settings(
+    max_examples=max(1, CALLS // 600),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+@given(st.integers(0, 2**32))
+def test_metrics_change_no_decision_and_count_what_the_scheduler_counts(seed: int) -> None:
+    plain, watched = Recorded(seed), Recorded(seed, Metrics())
+    plain.run(300)
+    watched.run(300)
+    assert watched.heard == plain.heard
+    assert watched.num_compared > 30

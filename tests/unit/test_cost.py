@@ -31,6 +31,7 @@ from dllm_sched import (
     presets,
 )
 from dllm_sched.journal import JournaledScheduler
+from dllm_sched.metrics import Metrics
 from dllm_sched.policies import EarliestDeadline, PriorityFirst, TokenBudget
 
 
@@ -254,6 +255,25 @@ def test_an_unchanged_step_that_is_observed_walks_nothing():
     one = cost(step, scheduler(4_096, 10_000, observers=[id]))
     assert not one.reads
     assert one.peak < 2_048
+
+
+def test_metrics_cost_an_unchanged_step_the_same_at_any_size():
+    added = []
+    for size in ((16, 0), (4_096, 10_000)):
+        bare, counted = (
+            cost(step, scheduler(*size, observers=[observer])) for observer in (id, Metrics())
+        )
+        assert not counted.reads
+        assert counted.peak < 2_048
+        added.append(
+            (
+                counted.bytecodes - bare.bytecodes,
+                counted.python_calls - bare.python_calls,
+                counted.c_calls - bare.c_calls,
+            )
+        )
+    assert added[0] == added[1]
+    assert added[0][1] == 6, "two events, each with a method, and two histograms"
 
 
 WALKS = {
