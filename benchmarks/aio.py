@@ -124,13 +124,13 @@ def main():
         added = asyncio.run(first_events(engine, requests))
         print(f"{name:40s} " + " ".join(f"{s * 1e6:8.0f}" for s in quantiles(added)))
 
-    print(f"a timer of {TICK_S * 1e3:.0f} ms fires too late by, ms            p50      p99      max")
+    print(
+        f"a timer of {TICK_S * 1e3:.0f} ms fires too late by, ms            p50      p99      max"
+    )
     for num_open in (0, args.slots, 2 * args.slots):
         engine = D2FEngine(model, max_num_seqs=args.slots)
         requests = requests_of(engine, 100)
-        late, served = asyncio.run(
-            lateness(engine, args.slots, requests, num_open, args.seconds)
-        )
+        late, served = asyncio.run(lateness(engine, args.slots, requests, num_open, args.seconds))
         name = f"{num_open} open, {served / args.seconds:.0f} requests/s"
         print(f"{name:40s} " + " ".join(f"{s * 1e3:8.2f}" for s in quantiles(late)))
 
