@@ -6,6 +6,8 @@ here waits for time to pass.
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from contextlib import aclosing
 
@@ -25,6 +27,7 @@ from dllm_sched import (
     Scheduler,
     presets,
 )
+from dllm_sched.journal import restore
 from dllm_sched.policies import Admission, MaxWaiting, Slots
 from dllm_sched.runtime import AsyncDriver, Committed, Progress, Provisional
 from dllm_sched.testing import FakeEngine, fake_steps
@@ -708,3 +711,67 @@ def test_one_wake_up_brings_all_that_a_step_told():
             await asyncio.gather(*(handle.result() for handle in handles))
 
     serve(main())
+
+
+KILLED = """
+import asyncio, sys, threading
+from dllm_sched import Capacity, Request
+from dllm_sched.journal import JournaledScheduler
+from dllm_sched.runtime import AsyncDriver
+from dllm_sched.testing import FakeEngine
+
+class Hanging(FakeEngine):
+    def run(self, batch):
+        if self.num_runs == 6:
+            print("hangs", flush=True)
+            threading.Event().wait()
+        return super().run(batch)
+
+def note(update):
+    if update.finished:
+        print(*(finished.request.id for finished in update.finished), flush=True)
+
+async def main():
+    scheduler = JournaledScheduler(sys.argv[1], capacity=Capacity(max_num_seqs=2))
+    async with AsyncDriver(scheduler, Hanging(2), on_update=note) as driver:
+        for i in range(12):
+            await driver.submit(Request(f"r{i}", prompt_len=5, max_new_tokens=8, block_length=4))
+
+asyncio.run(main())
+"""
+
+
+def test_killed_in_a_step_and_restarted_everybody_is_served(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path / "old"], stdout=subprocess.PIPE, text=True
+    ) as killed:
+        before = []
+        for line in killed.stdout:
+            if line == "hangs\n":
+                break
+            before.append(line.split())
+        killed.kill()
+    served = {name for update in before for name in update}
+    assert served, "some were served before"
+    restored = restore(tmp_path / "old", tmp_path / "new", now=0.0)
+    names = {request.id for request in restored.requests}
+    # At least once: the last ends may have been told, or not; nobody can know.
+    assert {f"r{i}" for i in range(12)} - served <= names
+    assert names & served <= set(before[-1])
+    ended = {}
+
+    async def main():
+        driver = AsyncDriver(
+            restored.scheduler,
+            FakeEngine(2),
+            on_update=lambda update: ended.update({one.request.id: one for one in update.finished}),
+        )
+        async with driver:
+            fresh = await driver.submit(request("fresh"))
+            assert await tokens_of(fresh) == alone(request("fresh"))
+
+    serve(main())
+    restored.scheduler.close()
+    assert set(ended) == names | {"fresh"}
+    for name in names:
+        assert ended[name].output.tokens == alone(request(name))
