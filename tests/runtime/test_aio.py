@@ -1,7 +1,8 @@
 """The asyncio driver: handles, streams, cancellation at any moment, and who is told what.
 
 The engine's thread is real. Where a moment matters, a gate holds the engine in a step; nothing
-here waits for time to pass.
+here waits for time to pass. Numbers like sglang #35255 name complaints about other engines that a
+test here keeps from coming true.
 """
 
 import asyncio
@@ -148,6 +149,7 @@ def test_a_handle_comes_at_once_and_its_result_later():
 
 
 def test_streams_tell_every_token_of_many_requests_once_and_in_order():
+    # dInfer #31: many clients, and no state between them.
     async def main():
         bench = Bench(slots=4)
         async with bench.driver as driver:
@@ -162,6 +164,7 @@ def test_streams_tell_every_token_of_many_requests_once_and_in_order():
 
 
 def test_provisional_text_changes_and_committed_text_does_not():
+    # sglang #39499.
     async def main():
         bench = Bench(engine=GatedEngine(1, steps=a_token_a_step), slots=1)
         async with bench.driver as driver:
@@ -245,6 +248,7 @@ def test_an_engine_without_progress_serves_but_does_not_stream():
 )
 @pytest.mark.parametrize("state", ["mailbox", "waiting", "running"])
 def test_a_request_can_be_cancelled_in_whatever_state(how, state):
+    # sglang PR #28255, #35255; ai-dynamo #14368: before the first output, by an id known from submit.
     async def main():
         bench = Bench(slots=1, engine=GatedEngine(1, steps=a_token_a_step))
         engine = bench.engine
@@ -413,6 +417,7 @@ def test_an_id_that_is_active_is_its_callers_error_and_disturbs_nobody():
 
 
 def test_deadlines_and_queue_timeouts_are_instants_of_the_drivers_clock():
+    # vllm #2901, #16391.
     async def main():
         policy = presets.continuous(batch_size=1)
         bench = Bench(slots=1, engine=GatedEngine(1), policy=policy)
@@ -431,6 +436,7 @@ def test_deadlines_and_queue_timeouts_are_instants_of_the_drivers_clock():
 
 
 def test_a_poisoned_row_and_a_failed_step_leave_the_neighbours_tokens_as_they_are():
+    # Dream #55.
     async def main():
         engine = FakeEngine(
             4,
@@ -538,6 +544,7 @@ def test_what_ends_the_run_reaches_every_handle_and_the_owner():
 
 
 def test_leaving_lets_everyone_finish():
+    # SDAR #14, JetEngine #4: more of them than there are slots.
     async def main():
         bench = Bench(slots=1)
         async with bench.driver as driver:
@@ -637,6 +644,28 @@ def test_nothing_runs_while_paused_and_rows_can_be_started_anew():
             assert finished.output.num_steps == 8, "all of its steps anew"
             assert await tokens_of(handle) == finished.output.tokens
             await other.result()
+        bench.check_clean()
+
+    serve(main())
+
+
+def test_a_step_that_hangs_is_named_and_the_loop_goes_on():
+    # vllm #29416, #36130.
+    async def main():
+        loop, stuck = asyncio.get_running_loop(), asyncio.Event()
+        named = []
+
+        def on_stuck(batch, seconds):
+            named.append([row.request.id for row in batch.rows])
+            loop.call_soon_threadsafe(stuck.set)
+
+        bench = Bench(engine=GatedEngine(2), step_timeout_s=1e-3, on_stuck=on_stuck)
+        async with bench.driver as driver:
+            handle = await driver.submit(request("a"))
+            await stuck.wait()
+            bench.engine.let(100)
+            assert (await handle.result()).reason is FinishReason.LENGTH
+        assert named[0] == ["a"]
         bench.check_clean()
 
     serve(main())
