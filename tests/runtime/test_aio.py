@@ -248,7 +248,7 @@ def test_an_engine_without_progress_serves_but_does_not_stream():
 )
 @pytest.mark.parametrize("state", ["mailbox", "waiting", "running"])
 def test_a_request_can_be_cancelled_in_whatever_state(how, state):
-    # sglang PR #28255, #35255; ai-dynamo #14368: before the first output, by an id known from submit.
+    # sglang PR #28255, #35255; ai-dynamo #14368: also before the first output, by its id.
     async def main():
         bench = Bench(slots=1, engine=GatedEngine(1, steps=a_token_a_step))
         engine = bench.engine
