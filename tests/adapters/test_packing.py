@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from types import SimpleNamespace
 
@@ -109,18 +110,18 @@ def test_packed_rows_decode_as_a_padded_batch_does(name, record, golden_request,
 def long_window():
     torch.manual_seed(0)
     config = LLaDAConfig(
-        d_model=32, n_layers=1, n_heads=2, mlp_hidden_size=32, vocab_size=64,
+        d_model=32, n_layers=2, n_heads=2, mlp_hidden_size=32, vocab_size=64,
         max_sequence_length=4096, mask_token_id=63, eos_token_id=62, pad_token_id=62,
     )  # fmt: skip
     return LLaDAModelLM(config).eval()
 
 
 def count_per_step(net, lengths, long_at, loop, monkeypatch):
-    """Serve prompts of these lengths, the last of which joins at a step of its own.
+    """Serve prompts of these lengths; those of 2,000 tokens join at a step of their own.
 
     Returns:
-        Per step, the tokens sent through the forward, those that its rows needed by their traces,
-        and the (query, key) pairs that attention worked on; and the long row's need of both.
+        Per step, the tokens sent through the forward and those that its rows needed by their
+        traces; and in all, the (query, key) pairs that attention worked on.
     """
     engine = D2FEngine(net, max_num_seqs=len(lengths), max_len=2304, trace=True)
     pairs = []
@@ -160,11 +161,7 @@ def count_per_step(net, lengths, long_at, loop, monkeypatch):
     for id, start in joined_at.items():
         for number, entry in enumerate(drive.outputs[id].trace):
             needed[start + number] += entry["len"]
-    long_cells = 0
-    if lengths[-1] >= 2000:
-        trace = drive.outputs[str(len(lengths) - 1)].trace
-        long_cells = sum(entry["len"] * (entry["start"] + entry["len"]) for entry in trace)
-    return tokens, needed, sum(cells), long_cells
+    return tokens, needed, sum(cells)
 
 
 def test_rows_of_gsm8k_length_do_not_pay_for_a_prompt_of_2000_tokens(
@@ -172,15 +169,15 @@ def test_rows_of_gsm8k_length_do_not_pay_for_a_prompt_of_2000_tokens(
 ):
     draw = random.Random(1)
     short = [draw.randint(45, 190) for _ in range(15)]
-    tokens, needed, cells, long_cells = count_per_step(
-        long_window, [*short, 2000], 5, loop, monkeypatch
-    )
+    serve = functools.partial(count_per_step, long_window, loop=loop, monkeypatch=monkeypatch)
+    tokens, needed, cells = serve([*short, 2000], long_at=5)
     assert tokens[5] >= 2000 + BLOCK  # the long prompt joins fifteen rows that are denoising
     assert 1 - sum(needed) / sum(tokens) < 0.05
     # Nor does any single step carry more: the fifteen send what they send by themselves.
     assert all(sent <= 1.05 * need for sent, need in zip(tokens, needed, strict=True))
-    alone, _, cells_alone, _ = count_per_step(long_window, short, 5, loop, monkeypatch)
-    assert tokens[5] - 2000 - BLOCK <= 1.05 * alone[5]
-    # Attention neither: padded to the long row, the fifteen would work on ten times as many pairs.
-    padded = sum(need * 2064 for need in needed)
-    assert cells - long_cells <= 1.05 * cells_alone < 0.2 * padded
+    fifteen, _, fifteen_cells = serve(short, long_at=0)
+    _, _, long_cells = serve([2000], long_at=0)
+    assert tokens[5] - 2000 - BLOCK <= 1.05 * fifteen[5]
+    # Attention neither: no pair more than both need without the other.
+    assert fifteen_cells > 0 < long_cells
+    assert cells <= 1.05 * (fifteen_cells + long_cells)
