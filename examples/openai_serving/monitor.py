@@ -1,0 +1,241 @@
+"""What operators see: who is in which slot, how fast, how long, and how an answer stands.
+
+The driver's thread writes down what an ``Update`` brings, which is work for what changed and a
+bounded memory; everything that costs is done in the event loop, and only while somebody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, NamedTuple
+
+from dllm_sched import DllmSchedError, FinishReason, Request, Scheduler, Update
+from dllm_sched.runtime import AsyncDriver
+from dllm_sched_hf import D2FEngine
+from openai_serving.text import Text, provisional
+
+PERIOD_S = 0.1  # between two frames
+WINDOW_S = 10.0  # of rates
+KEEP = 2048  # steps, endings and waits that are remembered, for rates and percentiles
+DONE = (FinishReason.EOS, FinishReason.LENGTH)
+
+
+class Step(NamedTuple):
+    """A step as it was planned."""
+
+    id: int
+    at: float
+    num_rows: int
+    joined: tuple[tuple[int, str], ...]  #: (slot, request id)
+
+
+class Ended(NamedTuple):
+    """A request that has ended."""
+
+    id: str
+    at: float
+    reason: FinishReason
+    latency_s: float
+    waited_s: float | None  #: until its first step; None if it never ran
+    tokens: tuple[int, ...]
+
+
+class Monitor:
+    """Watches a driver. ``on_update`` belongs to the driver's thread, the rest to the loop.
+
+    Args:
+        scheduler: Of the driver.
+        engine: Likewise.
+        text: To show answers.
+    """
+
+    def __init__(self, scheduler: Scheduler, engine: D2FEngine, text: Text) -> None:
+        self._scheduler = scheduler
+        self._engine = engine
+        self._text = text
+        # Of the driver's thread:
+        self._slots: dict[int, Request] = {}
+        self._steps: deque[Step] = deque(maxlen=KEEP)
+        self._ended: deque[Ended] = deque(maxlen=KEEP)
+        self._num_ended = 0
+        # Of the loop:
+        self._driver: AsyncDriver
+        self._first_tokens_s: deque[float] = deque(maxlen=KEEP)
+        self.responses: Counter[tuple[str, int]] = Counter()  #: by path and status
+        self.draining = False
+
+    def attach(self, driver: AsyncDriver) -> None:
+        """Name the driver whose ``on_update`` this is."""
+        self._driver = driver
+
+    # --- in the driver's thread
+
+    def on_update(self, update: Update) -> None:
+        """Write down what happened. O(changes)."""
+        for gone in update.released:
+            if gone.slot is not None:
+                self._slots.pop(gone.slot, None)
+        for one in update.finished:
+            waited_s = None if one.admitted_at is None else one.admitted_at - one.arrived_at
+            tokens = () if one.output is None else one.output.tokens
+            latency_s = one.finished_at - one.arrived_at
+            self._num_ended += 1
+            self._ended.append(
+                Ended(one.request.id, one.finished_at, one.reason, latency_s, waited_s, tokens)
+            )
+        batch = update.batch
+        if batch is not None:
+            joined = tuple((row.slot, row.request.id) for row in batch.joined)
+            self._steps.append(Step(batch.step_id, batch.planned_at, len(batch.rows), joined))
+            for row in batch.joined:
+                self._slots[row.slot] = row.request
+
+    def _look(self, shown: str | None) -> dict[str, Any]:
+        """Take a picture, between two steps. O(slots + KEEP), and O(answer) per text shown."""
+        rows = []
+        for slot, request in sorted(self._slots.items()):
+            try:
+                view = self._scheduler.view(request.id)
+            except DllmSchedError:  # it has ended, and the step that it was in still runs
+                continue
+            row = {
+                "slot": slot,
+                "id": request.id,
+                "group": request.group,
+                "steps": view.num_steps,
+                "blocks": view.num_blocks_done,
+                "max_blocks": request.max_blocks,
+                "block_length": request.block_length,
+                "prompt_len": request.prompt_len,
+                "phase": view.phase.value,
+                "arrived_at": view.arrived_at,
+            }
+            if shown in ("all", request.id, request.group):
+                row["answer"] = self._progress(slot)
+            rows.append(row)
+        return {
+            "policy": self._scheduler.policy.name,
+            "max_num_seqs": self._scheduler.capacity.max_num_seqs,
+            "counts": self._scheduler.counts(),
+            "stats": self._scheduler.stats(),
+            "rows": rows,
+            "steps": tuple(self._steps),
+            "ended": tuple(self._ended),
+            "num_ended": self._num_ended,
+        }
+
+    def _progress(self, slot: int) -> Any:
+        try:
+            return self._engine.progress(slot)
+        except DllmSchedError:  # it has a slot, and the step that it joins has not begun
+            return None
+
+    # --- in the loop
+
+    def first_tokens(self, seconds: float) -> None:
+        """Note how long a stream waited for its first committed tokens."""
+        self._first_tokens_s.append(seconds)
+
+    async def state(self, shown: str | None = None) -> dict[str, Any]:
+        """Everything, as JSON values.
+
+        Args:
+            shown: Whose answers come with it: the id of a request, of a group, ``all``, or None.
+        """
+        return self._state(await self._driver.ask(self._look, shown))
+
+    async def frames(self, shown: str | None = None) -> AsyncIterator[dict[str, Any]]:
+        """The state every ``PERIOD_S``, with the steps and the endings since the last one.
+
+        Ends once the server drains, so that nobody who looks keeps it alive.
+        """
+        last_step, num_ended = -1, 0
+        first = True
+        while not self.draining:
+            seen = await self._driver.ask(self._look, shown)
+            frame = self._state(seen)
+            fresh = [] if first else [step for step in seen["steps"] if step.id > last_step]
+            count = 0 if first else min(seen["num_ended"] - num_ended, len(seen["ended"]))
+            ended = seen["ended"][len(seen["ended"]) - count :]
+            frame["steps"] = [step._asdict() for step in fresh]
+            frame["ended"] = [self._shown_end(one, shown) for one in ended]
+            first, num_ended = False, seen["num_ended"]
+            last_step = seen["steps"][-1].id if seen["steps"] else -1
+            yield frame
+            await asyncio.sleep(PERIOD_S)
+
+    def _shown_end(self, one: Ended, shown: str | None) -> dict[str, Any]:
+        end = {
+            "id": one.id,
+            "at": one.at,
+            "reason": one.reason.value,
+            "latency_s": one.latency_s,
+            "num_tokens": len(one.tokens),
+        }
+        if shown in ("all", one.id, one.id.rpartition(".")[0]):
+            end["answer"] = {"committed": self._text.decode(one.tokens), "provisional": []}
+        return end
+
+    def _state(self, seen: dict[str, Any]) -> dict[str, Any]:
+        """Turn a picture into JSON values."""
+        now = self._driver.clock()
+        counts, stats = seen["counts"], seen["stats"]
+        rows: list[dict[str, Any] | None] = [None] * seen["max_num_seqs"]
+        for row in seen["rows"]:
+            answer = row.get("answer")
+            if answer is not None:
+                guess = provisional(self._text.shown, answer.provisional)
+                committed = self._text.decode(answer.committed)
+                row["answer"] = {"committed": committed, "provisional": guess}
+            if row["slot"] < len(rows):  # the capacity may have been lowered
+                rows[row["slot"]] = row
+        recent = [one for one in seen["ended"] if one.at >= now - WINDOW_S]
+        steps = [step for step in seen["steps"] if step.at >= now - WINDOW_S]
+        done = [one for one in recent if one.reason in DONE]
+        return {
+            "now": now,
+            "policy": seen["policy"],
+            "draining": self.draining,
+            "max_num_seqs": seen["max_num_seqs"],
+            "waiting": counts.waiting,
+            "running": counts.running,
+            "submitted": counts.submitted,
+            "rejected": counts.rejected,
+            "finished": counts.finished,
+            "finished_by_reason": {
+                reason.value: count for reason, count in stats.finished_by_reason.items()
+            },
+            "num_steps": stats.num_steps,
+            "row_steps": stats.row_steps,
+            "wasted_row_steps": stats.wasted_row_steps,
+            "num_preempted": stats.num_preempted,
+            "num_failed_steps": stats.num_failed_steps,
+            "num_blocks": stats.num_blocks,
+            "responses": [
+                {"path": path, "status": status, "count": count}
+                for (path, status), count in sorted(self.responses.items())
+            ],
+            "window_s": WINDOW_S,
+            "steps_per_s": len(steps) / WINDOW_S,
+            "requests_per_s": len(done) / WINDOW_S,
+            "tokens_per_s": sum(len(one.tokens) for one in done) / WINDOW_S,
+            "rows_per_step": sum(step.num_rows for step in steps) / len(steps) if steps else 0.0,
+            "latency_s": percentiles(one.latency_s for one in done),
+            "waited_s": percentiles(one.waited_s for one in done if one.waited_s is not None),
+            "first_tokens_s": percentiles(self._first_tokens_s),
+            "slots": rows,
+        }
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float | int | None]:
+    """How many there are, and the smallest value that 50, 90 and 99 % of them do not exceed."""
+    ordered = sorted(values)
+    count = len(ordered)
+    found: dict[str, float | int | None] = {"count": count}
+    for percent in (50, 90, 99):
+        at = max(0, math.ceil(percent / 100 * count) - 1)
+        found[f"p{percent}"] = ordered[at] if ordered else None
+    return found
