@@ -1,0 +1,1067 @@
+"""The OpenAI-compatible server, asked over loopback by OpenAI's own client and by raw HTTP."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+
+from dllm_sched import FinishReason, Scheduler  # noqa: E402
+from dllm_sched.runtime import Driver  # noqa: E402
+from dllm_sched_hf import D2FEngine, box  # noqa: E402
+
+PATIENCE_S = 120  # far more than anything here takes
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ASKED = "spell a 405 b 12"
+ANSWER = "a four hundred five b twelve"
+PAIRS = list(box.task.sample_requests(8, 5, distinct=True))
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import openai_server
+
+        yield openai_server
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+class Live:
+    """A server in a thread of its own, on a free port of loopback."""
+
+    def __init__(self, example, *options, prepare=None):
+        ready = threading.Event()
+
+        class Server(example.Server):
+            async def startup(self, sockets=None):
+                await super().startup(sockets)
+                ready.set()
+
+        options = ["--port", "0", "--threads", "1", "--log-level", "error", *options]
+        args = example.parse_args(options)
+        self.built = example.build(args)
+        if prepare is not None:
+            prepare(self.built)
+        self.server = Server(self.built, args)
+        self.thread = threading.Thread(target=self.server.run)
+        self.thread.start()
+        assert ready.wait(PATIENCE_S)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.openai = openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="x", max_retries=0, timeout=PATIENCE_S
+        )
+
+    def close(self):
+        self.http.close()
+        self.openai.close()
+        self.server.should_exit = True
+        self.thread.join(PATIENCE_S)
+        assert not self.thread.is_alive()
+
+    def call(self, method, *args):
+        """Call a method of the scheduler, in the driver's thread."""
+        driver = self.built.driver
+        return asyncio.run_coroutine_threadsafe(
+            driver.call(method, *args), self.server._loop
+        ).result(PATIENCE_S)
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.call(self.built.scheduler.pause)
+        try:
+            yield
+        finally:
+            self.call(self.built.scheduler.resume)
+
+    def post(self, path, **body):
+        return self.http.post(path, json=body)
+
+    def ask(self, prompt=ASKED, **body):
+        return self.post("/v1/completions", prompt=prompt, **body)
+
+    def wait_until(self, holds):
+        """Follow the state until something holds of it, and return it."""
+        with self.http.stream("GET", "/state/stream") as response:
+            for line in response.iter_lines():
+                if line and holds(state := json.loads(line.removeprefix("data: "))):
+                    return state
+        raise AssertionError("the state's stream has ended")
+
+    def idle(self):
+        """Wait until nobody waits or runs; check what the scheduler holds."""
+        state = self.wait_until(lambda state: not state["waiting"] and not state["running"])
+        self.built.scheduler.check_invariants()
+        assert state["submitted"] == state["finished"]
+        assert state["slots"] == [None] * state["max_num_seqs"]
+        return state
+
+
+@pytest.fixture(scope="module")
+def shared(example):
+    live = Live(example, "--max-num-seqs", "4", "--max-open", "6")
+    yield live
+    live.close()
+
+
+@pytest.fixture
+def live(shared):
+    """The server that the tests share; each leaves it empty."""
+    yield shared
+    shared.idle()
+
+
+@pytest.fixture(scope="module")
+def alone(shared):
+    """The text of a request that an engine of its own decodes without neighbours."""
+    engine = D2FEngine(shared.built.engine.model, max_num_seqs=1)
+    text = box.load_tokenizer()
+
+    def run(prompt, **fields):
+        asked = box.DECODING | fields
+        request = engine.request("alone", box.task.encode_prompt(prompt), **asked)
+        ended = []
+        scheduler = Scheduler(capacity=engine.capacity())
+        Driver(scheduler, engine, on_update=lambda update: ended.extend(update.finished)).run(
+            [(0.0, request)]
+        )
+        (finished,) = ended
+        return text.decode(finished.output.tokens, skip_special_tokens=True), finished
+
+    return run
+
+
+def pieces(stream):
+    """The text of a stream's first choice, and how it ended."""
+    text, reason = "", None
+    for chunk in stream:
+        for choice in chunk.choices:
+            assert reason is None, "nothing comes after the end"
+            said = choice.delta.content if hasattr(choice, "delta") else choice.text
+            text += said or ""
+            reason = choice.finish_reason
+    return text, reason
+
+
+# --- answers
+
+
+def test_chats_and_completions_are_what_the_engine_decodes_alone(live, alone):
+    for prompt, _ in PAIRS[:4]:
+        text, finished = alone(prompt)
+        chat = live.openai.chat.completions.create(
+            model="llada-box", messages=[{"role": "user", "content": prompt}]
+        )
+        completion = live.openai.completions.create(model="llada-box", prompt=prompt)
+        assert chat.choices[0].message.content == completion.choices[0].text == text
+        assert chat.choices[0].message.role == "assistant"
+        assert chat.choices[0].finish_reason == completion.choices[0].finish_reason == "stop"
+        assert chat.usage == completion.usage
+        assert chat.usage.prompt_tokens == len(box.task.encode_prompt(prompt))
+        assert chat.usage.completion_tokens == len(finished.output.tokens)
+        assert chat.id.startswith("chatcmpl-")
+        assert completion.id.startswith("cmpl-")
+        facts = completion.choices[0].dllm
+        assert (facts["reason"], facts["num_steps"]) == ("eos", finished.num_steps)
+
+
+def test_a_stream_is_the_same_text_in_pieces(live, alone):
+    for prompt, _ in PAIRS[:4]:
+        chunks = list(
+            live.openai.chat.completions.create(
+                model="llada-box",
+                messages=[{"role": "user", "content": prompt}],
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        assert pieces(chunks) == (alone(prompt)[0], "stop")
+        assert [chunk.choices[0].delta.role for chunk in chunks[:-1]] == [
+            "assistant",
+            *[None] * (len(chunks) - 2),
+        ]
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == len(alone(prompt)[1].output.tokens)
+        stream = live.openai.completions.create(model="llada-box", prompt=prompt, stream=True)
+        assert pieces(stream) == (alone(prompt)[0], "stop")
+
+
+def test_many_async_clients_at_once_each_get_their_own(live, alone):
+    async def all_of_them():
+        async with openai.AsyncOpenAI(
+            base_url=f"{live.url}/v1", api_key="x", max_retries=0
+        ) as client:
+
+            async def follow(prompt):
+                stream = await client.chat.completions.create(
+                    model="llada-box",
+                    messages=[{"role": "user", "content": prompt}],
+                    stream=True,
+                )
+                return pieces([chunk async for chunk in stream])[0]
+
+            return await asyncio.gather(*(follow(prompt) for prompt, _ in PAIRS[:6]))
+
+    assert asyncio.run(all_of_them()) == [alone(prompt)[0] for prompt, _ in PAIRS[:6]]
+
+
+def test_a_budget_that_is_used_up_is_length(live):
+    for stream in (False, True):
+        answer = live.openai.completions.create(
+            model="llada-box", prompt=ASKED, max_tokens=3, stream=stream
+        )
+        if stream:
+            assert pieces(answer) == ("a four hundred", "length")
+        else:
+            assert (answer.choices[0].text, answer.choices[0].finish_reason) == (
+                "a four hundred",
+                "length",
+            )
+            assert answer.usage.completion_tokens == 3
+    chat = live.openai.chat.completions.create(
+        model="llada-box",
+        messages=[
+            {"role": "system", "content": "You are kind."},
+            {"role": "user", "content": [{"type": "text", "text": ASKED}]},
+        ],
+        max_completion_tokens=3,
+    )
+    assert chat.choices[0].message.content == "a four hundred"
+
+
+def test_samples_differ_by_seed_and_each_is_what_its_seed_gives_alone(live, alone):
+    """In company: the four requests of the answer share their steps."""
+    prompts = ["sort sort sort a", "reverse one b two"]  # not of the task: it is unsure
+    fields = {"temperature": 2.0, "seed": 7}
+    answer = live.openai.completions.create(
+        model="llada-box", prompt=prompts, n=2, **fields, extra_body={"skip_threshold": 0.2}
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    expected = [
+        alone(prompt, temperature=2.0, seed=7 + i, skip_threshold=0.2)
+        for i, prompt in enumerate([prompts[0], prompts[0], prompts[1], prompts[1]])
+    ]
+    assert [choice.text for choice in answer.choices] == [text for text, _ in expected]
+    assert len({choice.text for choice in answer.choices}) > 2
+    tokens = sum(len(finished.output.tokens) for _, finished in expected)
+    prompt_tokens = sum(len(box.task.encode_prompt(prompt)) for prompt in prompts)
+    assert answer.usage.completion_tokens == tokens
+    assert answer.usage.prompt_tokens == prompt_tokens, "a prompt counts once, however many samples"
+    again = live.openai.completions.create(
+        model="llada-box",
+        prompt=prompts[1],
+        temperature=2.0,
+        seed=9,
+        extra_body={"skip_threshold": 0.2},
+    )
+    assert again.choices[0].text == answer.choices[2].text
+
+
+def test_streamed_samples_come_apart_by_index(live, alone):
+    texts = {0: "", 1: ""}
+    reasons = {}
+    stream = live.openai.chat.completions.create(
+        model="llada-box",
+        messages=[{"role": "user", "content": ASKED}],
+        n=2,
+        seed=3,
+        temperature=1.5,
+        stream=True,
+    )
+    for chunk in stream:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            reasons[choice.index] = choice.finish_reason
+    assert texts == {i: alone(ASKED, temperature=1.5, seed=3 + i)[0] for i in (0, 1)}
+    assert set(reasons) == {0, 1}
+
+
+def test_a_prompt_may_be_token_ids(live):
+    tokens = box.task.encode_prompt(ASKED)
+    answer = live.openai.completions.create(model="llada-box", prompt=[tokens, tokens])
+    assert [choice.text for choice in answer.choices] == [ANSWER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"),
+    [
+        ("b", "a four hundred five ", 5),
+        (["five b", "twelve"], "a four hundred ", 5),
+        (["ve tw", "x"], "a four hundred five b twelve", 6),
+        ("b tw", "a four hundred five ", 6),
+        (["hundred", "four"], "a ", 2),
+        ("a", "", 1),
+    ],
+)
+def test_a_stop_string_cuts_and_its_request_is_cancelled(live, stop, text, tokens):
+    before = live.idle()["finished_by_reason"]
+    stopped = text != ANSWER
+    whole = live.openai.completions.create(model="llada-box", prompt=ASKED, stop=stop)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
+    assert whole.choices[0].dllm["reason"] == ("stop_string" if stopped else "eos")
+    assert whole.usage.completion_tokens == tokens
+    stream = live.openai.completions.create(model="llada-box", prompt=ASKED, stop=stop, stream=True)
+    assert pieces(stream) == (text, "stop")
+    after = live.idle()["finished_by_reason"]
+    ends = {reason: after[reason] - before[reason] for reason in after}
+    assert ends["eos"] + ends["cancelled"] == 2
+    assert stopped or ends["eos"] == 2
+
+
+def test_provisional_text_comes_only_if_asked_for_and_beside_an_empty_delta(live):
+    ask = {"model": "llada-box", "prompt": ASKED, "stream": True}
+    plain = list(live.openai.completions.create(**ask))
+    assert not any("dllm" in chunk.model_extra for chunk in plain[:-1])
+    chunks = list(live.openai.completions.create(**ask, extra_body={"provisional": True}))
+    assert pieces(chunks) == pieces(plain)
+    guesses = [chunk for chunk in chunks[:-1] if "dllm" in chunk.model_extra]
+    assert guesses
+    position = 0
+    for chunk in guesses:
+        assert chunk.choices[0].text == ""
+        assert chunk.dllm["position"] >= position
+        position = chunk.dllm["position"]
+        assert all(token is None or token for token in chunk.dllm["provisional"])
+    assert any(None in chunk.dllm["provisional"] for chunk in guesses), "masked positions are null"
+    sizes = [chunk.dllm["position"] + len(chunk.dllm["provisional"]) for chunk in guesses]
+    assert max(sizes) >= 8, "a block of 8 was open"
+
+
+def test_models_are_listed(live):
+    assert [model.id for model in live.openai.models.list()] == ["llada-box"]
+
+
+# --- what is refused
+
+CHAT = {"messages": [{"role": "user", "content": ASKED}]}
+TEXT = {"prompt": ASKED}
+BAD = [
+    ("prompt", {}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": [ASKED, ""]}),
+    ("prompt", {"prompt": [ASKED, 7]}),
+    ("prompt", {"prompt": [[1, -1]]}),
+    ("prompt", {"prompt": [[1, 2.0]]}),
+    ("prompt", {"prompt": {"a": 1}}),
+    ("prompt", {"prompt": "spell xyzzy 1"}),
+    ("prompt", {"prompt": "\ud800"}),
+    ("prompt", {"prompt": [box.task.MASK_ID]}),
+    ("prompt", {"prompt": [10**30]}),
+    ("prompt", {"prompt": [len(box.task.VOCABULARY) + 5]}),
+    ("prompt", {"prompt": "a " * 120}),
+    ("prompt", TEXT | {"max_tokens": 10**6}),
+    ("max_tokens", TEXT | {"max_tokens": 0}),
+    ("max_tokens", TEXT | {"max_tokens": "8"}),
+    ("max_tokens", TEXT | {"max_tokens": True}),
+    ("max_tokens", TEXT | {"max_tokens": 10**40}),
+    ("max_completion_tokens", TEXT | {"max_completion_tokens": 8}),
+    ("max_completion_tokens", CHAT | {"max_completion_tokens": -1}),
+    ("n", TEXT | {"n": 0}),
+    ("n", TEXT | {"n": 7}),
+    ("n", TEXT | {"n": 1.0}),
+    ("n", {"prompt": [ASKED] * 100, "n": 2}),
+    ("temperature", TEXT | {"temperature": -0.1}),
+    ("temperature", TEXT | {"temperature": 2.1}),
+    ("temperature", TEXT | {"temperature": 1e-9}),
+    ("temperature", TEXT | {"temperature": "hot"}),
+    ("seed", TEXT | {"seed": 2**63}),
+    ("seed", TEXT | {"seed": 0.5}),
+    ("stop", TEXT | {"stop": ""}),
+    ("stop", TEXT | {"stop": ["a", 1]}),
+    ("stop", TEXT | {"stop": list("abcde")}),
+    ("user", TEXT | {"user": 7}),
+    ("stream", TEXT | {"stream": "yes"}),
+    ("stream_options", TEXT | {"stream_options": {"include_usage": 1}}),
+    ("stream_options", TEXT | {"stream_options": []}),
+    ("deadline_s", TEXT | {"deadline_s": 0}),
+    ("deadline_s", TEXT | {"deadline_s": -1}),
+    ("queue_timeout_s", TEXT | {"queue_timeout_s": -1}),
+    ("priority", TEXT | {"priority": 0.5}),
+    ("skip_threshold", TEXT | {"skip_threshold": 1.5}),
+    ("block_add_threshold", TEXT | {"block_add_threshold": "low"}),
+    ("decoded_token_threshold", TEXT | {"decoded_token_threshold": -1}),
+    ("provisional", TEXT | {"provisional": True}),
+    ("top_p", TEXT | {"top_p": 0.9}),
+    ("tools", CHAT | {"tools": [{"type": "function"}]}),
+    ("deadline", TEXT | {"deadline": 3}),
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hello"}),
+    ("messages", {"messages": ["hello"]}),
+    ("messages", {"messages": [{"role": "judge", "content": ASKED}]}),
+    ("messages", {"messages": [{"role": "user"}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": "say xyzzy"}]}),
+    ("messages", {"messages": [{"role": "user", "content": "a " * 120}]}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("field", "body"), BAD)
+def test_a_bad_field_is_400_and_named(live, field, body, stream):
+    path = "/v1/chat/completions" if "messages" in body or "tools" in body else "/v1/completions"
+    if stream and field in ("stream", "provisional"):
+        return
+    content = json.dumps({"stream": stream} | body)
+    answer = live.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert error["type"] == "invalid_request_error"
+    assert field in error["message"]
+    assert error["code"]
+    assert "cmpl-" not in error["message"], "no id of ours"
+
+
+def test_fields_without_effect_and_nulls_are_taken(live):
+    answer = live.ask(
+        top_p=1, frequency_penalty=0.0, logprobs=None, seed=None, best_of=1, metadata={"a": "b"}
+    )
+    assert answer.json()["choices"][0]["text"] == ANSWER
+
+
+def test_another_model_is_404_and_openai_s_client_says_so(live):
+    with pytest.raises(openai.NotFoundError) as caught:
+        live.openai.completions.create(model="gpt-4", prompt=ASKED)
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"7", b"\xff", b"[" * 100_000, b'{"n": 1' + b"1" * 5000 + b"}"],
+)
+def test_a_body_that_is_no_json_object_is_400(live, content):
+    headers = {"content-type": "application/json"}
+    answer = live.http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_body_of_another_type_is_415(live):
+    """A web page elsewhere can make a browser send a form or plain text, but no JSON."""
+    for path in ("/v1/completions", "/policy"):
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            headers = {"content-type": kind}
+            answer = live.http.post(path, content=json.dumps(TEXT), headers=headers)
+            assert answer.status_code == 415
+
+
+def test_a_body_beyond_the_limit_is_413_whether_its_length_is_told_or_not(live):
+    headers = {"content-type": "application/json"}
+    large = b'{"prompt": "' + b"a" * 2**18 + b'"}'
+    for content in (large, iter([large[:100], large[100:]])):
+        answer = live.http.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_other_paths_and_methods_are_told_in_the_same_words(live):
+    answer = live.http.get("/v1/nothing")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
+    answer = live.http.get("/v1/completions")
+    assert answer.status_code == 405
+    assert "POST" in answer.headers["allow"]
+
+
+def test_a_name_that_is_not_loopback_s_is_403(live):
+    """DNS that points elsewhere's name at loopback must not open the server to its pages."""
+    assert live.http.get("/state", headers={"host": "evil.example:80"}).status_code == 403
+    assert live.http.get("/state", headers={"host": "localhost:80"}).status_code == 200
+
+
+# --- load, deadlines, disconnects
+
+
+def test_a_full_server_is_429_with_retry_after(live):
+    with live.paused(), contextlib.ExitStack() as stack:
+        open_ones = [stack.enter_context(Asking(live, stream=True)) for _ in range(6)]
+        live.wait_until(lambda state: state["waiting"] == 6)
+        answer = live.ask()
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert live.ask(stream=True).status_code == 429
+        with pytest.raises(openai.RateLimitError):
+            live.openai.completions.create(model="llada-box", prompt=ASKED)
+        live.call(live.built.scheduler.resume)
+        assert [one.join().status_code for one in open_ones] == [200] * 6
+    assert live.ask().status_code == 200
+
+
+def test_two_samples_of_which_one_finds_no_room_are_refused_together(live):
+    with live.paused(), contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(Asking(live))
+        live.wait_until(lambda state: state["waiting"] == 5)
+        assert live.ask(n=2).status_code == 429
+        state = live.wait_until(lambda state: state["waiting"] == 5)
+        assert state["running"] == 0
+        live.call(live.built.scheduler.resume)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "code"), [("deadline_s", "deadline"), ("queue_timeout_s", "queue_timeout")]
+)
+def test_a_deadline_or_queue_timeout_that_passes_is_504(live, field, code, stream):
+    with live.paused():
+        answer = live.ask(stream=stream, **{field: 0.01})
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == code
+    assert answer.json()["error"]["type"] == "timeout_error"
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_deadlines_far_away_change_nothing(live):
+    fields = {"deadline_s": 1e6, "queue_timeout_s": 1e6, "priority": -3, "user": "somebody"}
+    assert live.ask(**fields).json()["choices"][0]["text"] == ANSWER
+
+
+class Asking(threading.Thread):
+    """A client that waits for its answer elsewhere."""
+
+    def __init__(self, live, **body):
+        super().__init__()
+        self._live, self._body = live, body
+
+    def run(self):
+        body = {"prompt": ASKED} | self._body
+        url = f"{self._live.url}/v1/completions"
+        self.answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *_):
+        self.join()
+
+    def join(self, timeout=PATIENCE_S):
+        super().join(timeout)
+        return self.answer
+
+
+def gone(live, path):
+    """How many have hung up."""
+    return sum(
+        each["count"]
+        for each in live.http.get("/state").json()["responses"]
+        if (each["path"], each["status"]) == (path, 499)
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_hangs_up_while_waiting_is_cancelled(live, stream, n):
+    before = live.idle()
+    count = gone(live, "/v1/completions")
+    with live.paused():
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{live.url}/v1/completions",
+                json={"prompt": ASKED, "stream": stream, "n": n},
+                timeout=httpx.Timeout(PATIENCE_S, read=0.05),
+            )
+        state = live.wait_until(
+            lambda state: state["submitted"] == before["submitted"] + n and not state["waiting"]
+        )
+    cancelled = state["finished_by_reason"]["cancelled"]
+    assert cancelled == before["finished_by_reason"]["cancelled"] + n
+    live.idle()
+    assert gone(live, "/v1/completions") == count + 1
+
+
+class Brake:
+    """Lets an engine run some steps, and holds it inside of the next one."""
+
+    def __init__(self, built):
+        self._run, built.engine.run = built.engine.run, self.run
+        self._free, self.holds = threading.Event(), threading.Event()
+        self._free.set()
+        self._left = 0
+
+    def run(self, batch):
+        if self._left == 0:
+            self.holds.set()
+            assert self._free.wait(PATIENCE_S)
+        else:
+            self._left -= 1
+        return self._run(batch)
+
+    def hold_after(self, steps):
+        self._left = steps
+        self._free.clear()
+        self.holds.clear()
+
+    def release(self):
+        self._free.set()
+
+
+@pytest.fixture(scope="module")
+def braked(example):
+    live = Live(
+        example,
+        "--max-num-seqs",
+        "2",
+        prepare=lambda built: setattr(built.monitor, "brake", Brake(built)),
+    )
+    live.brake = live.built.monitor.brake
+    yield live
+    live.close()
+
+
+@contextlib.contextmanager
+def paused_in_the_middle(live, **body):
+    """A stream whose row keeps its slot: three steps have run, and the next one does not begin."""
+    live.brake.hold_after(2)
+    body = {"prompt": ASKED, "stream": True} | body
+    with live.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        assert json.loads(next(lines))["choices"][0]["text"]
+        assert live.brake.holds.wait(PATIENCE_S)
+        loop, driver = live.server._loop, live.built.driver
+        pausing = asyncio.run_coroutine_threadsafe(driver.call(live.built.scheduler.pause), loop)
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(PATIENCE_S)
+        live.brake.release()
+        pausing.result(PATIENCE_S)
+        try:
+            yield lines
+        finally:
+            response.close()
+            live.wait_until(lambda state: not state["running"] and not state["waiting"])
+            live.call(live.built.scheduler.resume)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_who_hangs_up_in_the_middle_of_a_stream_is_cancelled(braked, n):
+    before = braked.idle()
+    count = gone(braked, "/v1/completions")
+    with paused_in_the_middle(braked, n=n):
+        assert braked.http.get("/state").json()["running"] == n
+    after = braked.idle()
+    assert after["submitted"] == before["submitted"] + n
+    cancelled = before["finished_by_reason"]["cancelled"] + n
+    assert after["finished_by_reason"] == before["finished_by_reason"] | {"cancelled": cancelled}
+    assert gone(braked, "/v1/completions") == count + 1
+    assert braked.ask().json()["choices"][0]["text"] == ANSWER
+
+
+def test_a_deadline_in_the_middle_of_a_stream_is_an_error_event(braked):
+    with paused_in_the_middle(braked, deadline_s=1.0) as lines:
+        *_, error, last = lines
+    assert json.loads(error)["error"]["code"] == "deadline"
+    assert last == "[DONE]"
+    braked.idle()
+
+
+def test_openai_s_client_raises_what_an_error_event_says(braked):
+    """A step that fails for good, in the middle of a stream."""
+    engine = braked.built.engine
+    braked.brake.hold_after(2)
+    stream = braked.openai.completions.create(model="llada-box", prompt=ASKED, stream=True)
+    chunks = iter(stream)
+    assert next(chunks).choices[0].text
+    run, engine.run = engine.run, lambda batch: 1 / 0
+    braked.brake.release()
+    with pytest.raises(openai.APIError) as caught:
+        list(chunks)
+    engine.run = run
+    assert caught.value.code == "engine_error"
+    braked.idle()
+
+
+# --- operators
+
+
+def test_the_state_shows_who_is_where_and_how_the_answers_stand(braked):
+    braked.brake.hold_after(3)
+    with Asking(braked, stream=True), Asking(braked), Asking(braked):
+        braked.brake.release()
+        braked.wait_until(lambda state: state["submitted"] and not state["waiting"])
+    braked.idle()
+    frames = []
+    with braked.http.stream("GET", "/state/stream?show=all") as response:
+        lines = (line for line in response.iter_lines() if line)
+        frames.append(json.loads(next(lines).removeprefix("data: ")))
+        with Asking(braked):
+            while not any(one for frame in frames[1:] for one in frame["ended"]):
+                frames.append(json.loads(next(lines).removeprefix("data: ")))
+    first, last = frames[0], frames[-1]
+    assert first["steps"] == first["ended"] == []
+    assert last["finished"] == first["finished"] + 1
+    steps = [step for frame in frames for step in frame["steps"]]
+    assert len(steps) == last["num_steps"] - first["num_steps"]
+    assert [step["id"] for step in steps] == list(range(steps[0]["id"], steps[-1]["id"] + 1))
+    (end,) = last["ended"]
+    ((slot, joined),) = steps[0]["joined"]
+    assert (slot in (0, 1), joined) == (True, end["id"])
+    assert end["answer"] == {"committed": ANSWER, "provisional": []}
+    assert end["reason"] == "eos"
+    assert last["latency_s"]["count"] >= 4
+    assert last["latency_s"]["p50"] <= last["latency_s"]["p99"]
+    assert last["first_tokens_s"]["count"] >= 1
+
+
+def test_a_row_s_answer_is_shown_as_it_stands(braked):
+    with paused_in_the_middle(braked):
+        (row,) = filter(None, braked.http.get("/state?show=all").json()["slots"])
+        assert ANSWER.startswith(row["answer"]["committed"])
+        assert row["answer"]["committed"]
+        assert None in row["answer"]["provisional"]
+        assert (row["prompt_len"], row["block_length"], row["max_blocks"]) == (10, 8, 6)
+        assert row["steps"] == 3
+        for shown, answer in (
+            (row["id"], True),
+            (row["group"], True),
+            ("somebody-else", False),
+            (None, False),
+        ):
+            params = {} if shown is None else {"show": shown}
+            state = braked.http.get("/state", params=params).json()
+            assert any("answer" in each for each in filter(None, state["slots"])) == answer
+    braked.idle()
+
+
+def test_the_policy_is_switched_while_requests_run(live, example):
+    from dllm_sched import presets
+
+    try:
+        with contextlib.ExitStack() as stack:
+            asking = [stack.enter_context(Asking(live)) for _ in range(4)]
+            for name in ("fixed_fill", "per_request", "vllm", "block_refill"):
+                fields = {"timeout_s": 0.01} if name == "fixed_fill" else {}
+                answer = live.post("/policy", name=name, **fields)
+                assert answer.json() == {"policy": name}
+                assert live.http.get("/policy").json()["policy"] == name
+                assert live.ask().json()["choices"][0]["text"] == ANSWER
+            assert [one.join().status_code for one in asking] == [200] * 4
+        assert live.http.get("/policy").json()["policies"] == sorted(presets.PRESETS)
+    finally:
+        live.post("/policy", name="continuous")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"name": 7},
+        {"name": "nonsense"},
+        {"name": "os.system"},
+        {"name": "per_request", "batch_size": 3},
+        {"name": "continuous", "batch_size": 0},
+        {"name": "energy_fill"},
+    ],
+)
+def test_a_policy_that_cannot_be_is_400_and_the_old_one_stays(live, body):
+    answer = live.http.post("/policy", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "name"
+    assert live.http.get("/policy").json()["policy"] == "continuous"
+
+
+def test_every_policy_that_needs_no_more_than_its_size_serves(live):
+    from dllm_sched import presets
+
+    try:
+        for name in sorted(set(presets.PRESETS) - {"energy_fill", "optimus"}):
+            fields = {"timeout_s": 0.01} if name == "fixed_fill" else {}
+            assert live.post("/policy", name=name, **fields).status_code == 200, name
+            with live.paused():
+                assert live.ask(deadline_s=0.01).status_code == 504, name
+    finally:
+        live.post("/policy", name="continuous")
+
+
+def test_health(live):
+    assert live.http.get("/health").json() == {"status": "ok"}
+
+
+def test_an_api_key_is_needed_where_there_is_one(example):
+    live = Live(example, "--api-key", "secret")
+    try:
+        for path in ("/v1/models", "/state", "/state/stream", "/policy", "/metrics"):
+            for given in (
+                None,
+                "Bearer",
+                "Bearer secre",
+                "Bearer secret2",
+                "secret",
+                "Bearer \xe9",
+            ):
+                headers = {} if given is None else {"authorization": given.encode("latin-1")}
+                answer = live.http.get(path, headers=headers)
+                assert answer.status_code == 401, (path, given)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.json()["error"]["type"] == "authentication_error"
+        assert live.ask().status_code == 401
+        assert live.post("/policy", name="per_request").status_code == 401
+        assert live.http.get("/v1/models%0A").status_code in (401, 404)
+        with pytest.raises(openai.AuthenticationError):
+            live.openai.models.list()
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="secret") as client:
+            answer = client.completions.create(model="llada-box", prompt=ASKED)
+        assert answer.choices[0].text == ANSWER
+        assert live.http.get("/health").status_code == 200
+    finally:
+        live.close()
+
+
+def test_an_engine_that_fails_every_step_fails_its_requests_and_not_the_server(example):
+    def break_down(built):
+        built.engine.run = fail
+
+    def fail(batch):
+        raise RuntimeError("secret of the engine")
+
+    live = Live(example, prepare=break_down)
+    try:
+        for stream in (False, True):
+            answer = live.ask(stream=stream)
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "engine_error"
+            assert "secret" not in answer.text
+        assert live.http.get("/health").status_code == 200
+        assert live.idle()["finished_by_reason"]["error"] == 2
+    finally:
+        live.close()
+
+
+def test_a_driver_that_has_ended_is_503_and_not_healthy(example):
+    def break_down(built):
+        built.engine.release = fail
+
+    def fail(released):
+        raise RuntimeError("cannot release")
+
+    live = Live(example, prepare=break_down)
+    try:
+        assert live.ask().status_code == 500
+        for stream in (False, True):
+            answer = live.ask(stream=stream)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
+        assert live.http.get("/health").status_code == 503
+    finally:
+        live.close()
+
+
+def test_a_journal_replays(example, tmp_path):
+    from dllm_sched.journal import replay
+
+    path = tmp_path / "journal.jsonl"
+    live = Live(example, "--journal", str(path))
+    try:
+        assert live.ask(n=3).status_code == 200
+    finally:
+        live.close()
+    replayed = replay(path)
+    assert replayed.difference is None
+    assert replayed.num_requests == 3
+
+
+# --- the process
+
+
+@contextlib.contextmanager
+def started(*options):
+    """The server as a process; killed when patience ends."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # else it starts deaf to it
+    command = [sys.executable, "-u", str(EXAMPLES / "openai_server.py"), "--port", "0"]
+    try:
+        process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    timer = threading.Timer(PATIENCE_S, process.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        with process:
+            url = None
+            while url is None:
+                line = process.stderr.readline()
+                assert line, "it has ended"
+                url = re.search(r"http://127\.0\.0\.1:\d+", line)
+            rest = []
+            reader = threading.Thread(target=lambda: rest.extend(process.stderr))
+            reader.start()
+            yield process, url[0], rest
+            reader.join(PATIENCE_S)
+    finally:
+        timer.cancel()
+
+
+@pytest.mark.parametrize("cut_off", [False, True])
+def test_a_signal_drains_and_a_second_one_cuts_off(cut_off):
+    """All open streams come to their end: the answer, or an error once they are cut off."""
+    with started("--max-num-seqs", "1") as (process, url, rest):
+
+        async def run():
+            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+                begun = asyncio.Event()
+
+                async def ask():
+                    body = {"prompt": PAIRS[0][0], "stream": True}
+                    async with client.stream("POST", "/v1/completions", json=body) as response:
+                        lines = []
+                        async for line in response.aiter_lines():
+                            lines.append(line)
+                            begun.set()
+                        return response.status_code, lines
+
+                async def interrupt():
+                    await begun.wait()
+                    counts = (await client.get("/state")).json()
+                    process.send_signal(signal.SIGTERM)
+                    if cut_off:
+                        process.send_signal(signal.SIGINT)
+                    return counts
+
+                async with asyncio.timeout(PATIENCE_S):
+                    watching = asyncio.create_task(watch(client))
+                    *answers, counts = await asyncio.gather(
+                        *(ask() for _ in range(90)), interrupt(), return_exceptions=True
+                    )
+                    await watching
+                return answers, counts
+
+        async def watch(client):
+            """Who looks must not keep the server from ending."""
+            async with client.stream("GET", "/state/stream") as response:
+                return [line async for line in response.aiter_lines()][-2]
+
+        answers, counts = asyncio.run(run())
+        assert process.wait(PATIENCE_S) == (1 if cut_off else 0), rest
+    assert "Traceback" not in "".join(rest)
+    done = [one for one in answers if isinstance(one, tuple) and one[0] == 200]
+    if cut_off:
+        assert all(
+            one[0] in (200, 503) if isinstance(one, tuple) else isinstance(one, httpx.HTTPError)
+            for one in answers
+        )
+    else:
+        assert len(done) >= counts["submitted"], "who was taken is answered"
+        assert all(lines[-2] == "data: [DONE]" for _, lines in done)
+        assert not any("error" in line for _, lines in done for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--policy", "nonsense"],
+        ["--policy", "energy_fill"],
+        ["--port", "70000"],
+        ["--max-num-seqs", "0"],
+        ["--temperature", "nan"],
+        ["--model", "./no/such/directory"],
+        ["--max-len", "100000"],
+    ],
+)
+def test_a_bad_option_is_one_line_and_exit_code_2(example, capsys, options):
+    try:
+        code = example.main(options)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in err
+
+
+# --- text
+
+chunks_of = st.lists(st.integers(1, 5), min_size=1)
+
+
+def cut(items, sizes):
+    """The items in runs of these sizes, over and over."""
+    position = i = 0
+    while position < len(items):
+        yield items[position : position + sizes[i % len(sizes)]]
+        position += sizes[i % len(sizes)]
+        i += 1
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="\ufffd")), chunks_of)
+def test_bytes_become_characters_once_they_are_whole(example_text, text, sizes):
+    """One token a byte, the hardest vocabulary there is."""
+    tokens = example_text.Detokenizer(lambda tokens: bytes(tokens).decode(errors="replace"))
+    sent = ""
+    for chunk in cut(list(text.encode()), sizes):
+        sent += tokens.feed(chunk)
+        assert text.startswith(sent)
+    assert sent + tokens.finish() == text
+
+
+@given(st.binary(), chunks_of)
+def test_bytes_that_are_no_characters_are_not_lost(example_text, data, sizes):
+    def decode(tokens):
+        return bytes(tokens).decode(errors="replace")
+
+    tokens = example_text.Detokenizer(decode)
+    text = "".join([tokens.feed(chunk) for chunk in cut(list(data), sizes)]) + tokens.finish()
+    assert text.rstrip("\ufffd") == decode(data).rstrip("\ufffd")
+
+
+@given(st.lists(st.integers(0, len(box.task.VOCABULARY) - 1)), chunks_of)
+def test_the_box_s_words_and_digits_come_out_as_its_tokenizer_writes_them(
+    example_text, box_text, tokens, sizes
+):
+    pieces = example_text.Detokenizer(box_text.decode)
+    text = "".join([pieces.feed(chunk) for chunk in cut(tokens, sizes)]) + pieces.finish()
+    assert text == box_text.decode(tokens)
+
+
+@given(st.text("abc"), st.lists(st.text("abc", min_size=1), max_size=3), chunks_of)
+def test_a_stop_string_is_found_however_the_text_is_cut(example_text, text, stops, sizes):
+    """Against the definition: the shortest beginning that ends in one, without its longest one."""
+    expected = text
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            expected = text[: end - max(map(len, ending))]
+            break
+    finder = example_text.StopStrings(stops)
+    sent = ""
+    for chunk in cut(text, sizes):
+        sent += finder.feed(chunk)
+        assert expected.startswith(sent)
+    assert sent + finder.finish() == expected
+    assert finder.met == (expected != text or any(text.endswith(stop) for stop in stops))
+
+
+@pytest.fixture(scope="module")
+def example_text(example):
+    import openai_serving.text
+
+    return openai_serving.text
+
+
+@pytest.fixture(scope="module")
+def box_text(example_text):
+    return example_text.Text(str(box.box_model_dir()), box.task.encode, chat_only=True)
+
+
+def test_every_end_of_a_request_has_its_answer(example):
+    from openai_serving.service import FAILURES, REASONS
+
+    assert set(REASONS) | set(FAILURES) == set(FinishReason)
