@@ -24,17 +24,21 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
 try:
     import attrs
     import torch
     import uvicorn
+    from prometheus_client import CollectorRegistry, generate_latest
     from starlette.applications import Starlette
 
     from dllm_sched import ConfigError, Policy, Scheduler, presets
     from dllm_sched.journal import JournaledScheduler
+    from dllm_sched.metrics import Metrics
     from dllm_sched.policies import PastDeadline
     from dllm_sched.runtime import AsyncDriver, Driver
     from dllm_sched_hf import D2FEngine, box, load_model
@@ -161,9 +165,16 @@ def build(args: argparse.Namespace) -> Built:
     # The box's tokenizer would read an unknown word as the end of the text, and the model knows
     # nothing but its task.
     text = Text(path, box.task.encode if in_box else None, chat_only=in_box)
-    engine = D2FEngine(model, max_num_seqs=args.max_num_seqs, max_len=args.max_len)
+    engine = D2FEngine(
+        model, max_num_seqs=args.max_num_seqs, max_len=args.max_len, clock=perf_counter
+    )
     make_policy = policy_maker(args.max_num_seqs)
-    setting = {"policy": make_policy(args.policy), "capacity": engine.capacity()}
+    metrics, registry = Metrics(), CollectorRegistry()
+    setting = {
+        "policy": make_policy(args.policy),
+        "capacity": engine.capacity(),
+        "observers": [metrics],
+    }
     warm_up(engine, text, defaults)
     scheduler = (
         Scheduler(**setting)
@@ -173,6 +184,8 @@ def build(args: argparse.Namespace) -> Built:
     monitor = Monitor(scheduler, engine, text)
     driver = AsyncDriver(scheduler, engine, max_open=args.max_open, on_update=monitor.on_update)
     monitor.attach(driver)
+    metrics.expose(scheduler, driver=driver, engine=engine, registry=registry)
+    registry.register(monitor)
     service = Service(
         driver,
         scheduler,
@@ -197,6 +210,7 @@ def build(args: argparse.Namespace) -> Built:
         service,
         monitor,
         make_policy,
+        partial(generate_latest, registry),
         lifespan,
         api_key=args.api_key,
         hosts=("127.0.0.1", "localhost", "[::1]") if args.host in LOOPBACK else None,
@@ -228,12 +242,13 @@ class Server(uvicorn.Server):
             port=args.port,
             http="h11",
             ws="none",
+            lifespan="on",
             log_level=args.log_level,
             access_log=args.log_level == "debug",
-            timeout_graceful_shutdown=None if args.drain == math.inf else args.drain,
         )
         super().__init__(config)
         self._built = built
+        self._drain_s = args.drain
         self._loop: asyncio.AbstractEventLoop | None = None
         self.cut_off = False
 
@@ -243,20 +258,26 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         self._built.monitor.draining = True
+        timer = None
+        if self._drain_s != math.inf:
+            timer = asyncio.get_running_loop().call_later(self._drain_s, self._cut_off)
         await super().shutdown(sockets)
+        if timer is not None:
+            timer.cancel()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if not self.should_exit:
             self.should_exit = True
         elif not self.cut_off and self._loop is not None:
-            self.cut_off = True
             self._loop.call_soon_threadsafe(self._cut_off)
         else:
             self.force_exit = True
 
     def _cut_off(self) -> None:
         """End every request now; their clients are told."""
-        self._stopping = asyncio.ensure_future(self._built.driver.stop("none"))
+        if not self.cut_off:
+            self.cut_off = True
+            self._stopping = asyncio.ensure_future(self._built.driver.stop("none"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -269,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     server = Server(built, args)
     server.run()
-    return 1 if server.cut_off else 0
+    return 1 if server.cut_off or server.lifespan.shutdown_failed else 0
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dllm_sched import ConfigError, Policy, presets
+from dllm_sched import ConfigError, DllmSchedError, Policy, presets
 from openai_serving.monitor import Monitor
 from openai_serving.service import Service
 from openai_serving.wire import ApiError, read_ask
@@ -235,13 +235,13 @@ def make_app(
     service: Service,
     monitor: Monitor,
     make_policy: MakePolicy,
+    metrics: Callable[[], bytes],
     lifespan: Callable[[], AbstractAsyncContextManager[Any]],
     *,
     api_key: str | None = None,
     hosts: Sequence[str] | None = None,
     max_body: int = 2**18,
     page: Path | None = None,
-    metrics: Callable[[], str] | None = None,
 ) -> Starlette:
     """Put the server together.
 
@@ -249,12 +249,12 @@ def make_app(
         service: Answers.
         monitor: Watches.
         make_policy: (name, **arguments) -> a policy, or ConfigError.
+        metrics: Writes the page of ``/metrics``, in the text format of Prometheus.
         lifespan: Entered before the first request, left after the last one.
         api_key: What ``Authorization: Bearer`` must say, but for ``/health`` and the page; or None.
         hosts: As of ``Gate``.
         max_body: Bytes that a request's body may have.
         page: A folder of files to serve at ``/``.
-        metrics: Writes the page of ``/metrics``, in the text format of Prometheus.
     """
     watching: set[object] = set()
 
@@ -320,6 +320,9 @@ def make_app(
             await service.driver.call(service.scheduler.set_policy, policy)
         except ConfigError as error:
             raise ApiError(400, str(error), "name", "invalid_value") from None
+        except DllmSchedError as error:
+            _log.error("policy: %r", error)
+            raise ApiError(503, "the engine is down", None, "engine_down") from None
         return JSONResponse({"policy": policy.name})
 
     async def policies(_: Request) -> Response:
@@ -327,8 +330,6 @@ def make_app(
         return JSONResponse({"policy": now, "policies": sorted(presets.PRESETS)})
 
     async def show_metrics(_: Request) -> Response:
-        if metrics is None:
-            raise ApiError(404, "this server has no metrics: install prometheus-client")
         return PlainTextResponse(metrics(), media_type="text/plain; version=0.0.4")
 
     table: list[tuple[str, str, Endpoint]] = [

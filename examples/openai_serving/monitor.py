@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from dllm_sched import DllmSchedError, FinishReason, Request, Scheduler, Update
 from dllm_sched.runtime import AsyncDriver
 from dllm_sched_hf import D2FEngine
 from openai_serving.text import Text, provisional
+from openai_serving.wire import ApiError
 
 PERIOD_S = 0.1  # between two frames
 WINDOW_S = 10.0  # of rates
@@ -135,6 +138,17 @@ class Monitor:
 
     # --- in the loop
 
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus is told, beside what the scheduler's own observer tells."""
+        family = CounterMetricFamily(
+            "openai_server_responses",
+            "Responses; 499: the client had hung up.",
+            labels=["path", "status"],
+        )
+        for (path, status), count in sorted(self.responses.items()):
+            family.add_metric([path, str(status)], count)
+        yield family
+
     def first_tokens(self, seconds: float) -> None:
         """Note how long a stream waited for its first committed tokens."""
         self._first_tokens_s.append(seconds)
@@ -144,8 +158,17 @@ class Monitor:
 
         Args:
             shown: Whose answers come with it: the id of a request, of a group, ``all``, or None.
+
+        Raises:
+            ApiError: 503, if the driver has ended.
         """
-        return self._state(await self._driver.ask(self._look, shown))
+        return self._state(await self._ask(shown))
+
+    async def _ask(self, shown: str | None) -> dict[str, Any]:
+        try:
+            return await self._driver.ask(self._look, shown)
+        except Exception as error:  # what ended the run
+            raise ApiError(503, "the engine is down", None, "engine_down") from error
 
     async def frames(self, shown: str | None = None) -> AsyncIterator[dict[str, Any]]:
         """The state every ``PERIOD_S``, with the steps and the endings since the last one.
@@ -155,7 +178,7 @@ class Monitor:
         last_step, num_ended = -1, 0
         first = True
         while not self.draining:
-            seen = await self._driver.ask(self._look, shown)
+            seen = await self._ask(shown)
             frame = self._state(seen)
             fresh = [] if first else [step for step in seen["steps"] if step.id > last_step]
             count = 0 if first else min(seen["num_ended"] - num_ended, len(seen["ended"]))

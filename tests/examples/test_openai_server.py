@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import re
 import signal
@@ -547,17 +548,22 @@ class Asking(threading.Thread):
     def run(self):
         body = {"prompt": ASKED} | self._body
         url = f"{self._live.url}/v1/completions"
-        self.answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+        try:
+            self.answer = httpx.post(url, json=body, timeout=PATIENCE_S)
+        except httpx.HTTPError as error:
+            self.answer = error
 
     def __enter__(self):
         self.start()
         return self
 
     def __exit__(self, *_):
-        self.join()
+        super().join(PATIENCE_S)
 
     def join(self, timeout=PATIENCE_S):
         super().join(timeout)
+        if isinstance(self.answer, Exception):
+            raise self.answer
         return self.answer
 
 
@@ -793,6 +799,33 @@ def test_every_policy_that_needs_no_more_than_its_size_serves(live):
         live.post("/policy", name="continuous")
 
 
+def test_metrics_are_prometheus_text_and_add_up(live):
+    from prometheus_client.parser import text_string_to_metric_families as parse
+
+    def read():
+        page = live.http.get("/metrics")
+        assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+        return {
+            (sample.name, *sorted(sample.labels.values())): sample.value
+            for family in parse(page.text)
+            for sample in family.samples
+        }
+
+    before = read()
+    assert live.ask().status_code == 200
+    assert live.ask(n=0).status_code == 400
+    after = read()
+
+    def grown(*key):
+        return after.get(key, 0) - before.get(key, 0)
+
+    assert grown("openai_server_responses_total", "/v1/completions", "200") == 1
+    assert grown("openai_server_responses_total", "/v1/completions", "400") == 1
+    assert grown("dllm_sched_requests_finished_total", "eos") == 1
+    assert grown("dllm_sched_requests_submitted_total") == 1
+    assert grown("dllm_sched_time_seconds_total", "forward") > 0
+
+
 def test_health(live):
     assert live.http.get("/health").json() == {"status": "ok"}
 
@@ -859,8 +892,12 @@ def test_a_driver_that_has_ended_is_503_and_not_healthy(example):
         assert live.ask().status_code == 500
         for stream in (False, True):
             answer = live.ask(stream=stream)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_down")
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] in ("engine_down", "draining")
         assert live.http.get("/health").status_code == 503
+        assert live.http.get("/state").status_code == 503
+        assert live.http.get("/state/stream").status_code == 503
+        assert live.post("/policy", name="per_request").status_code == 503
     finally:
         live.close()
 
@@ -910,58 +947,151 @@ def started(*options):
         timer.cancel()
 
 
-@pytest.mark.parametrize("cut_off", [False, True])
-def test_a_signal_drains_and_a_second_one_cuts_off(cut_off):
-    """All open streams come to their end: the answer, or an error once they are cut off."""
-    with started("--max-num-seqs", "1") as (process, url, rest):
+def readme_commands():
+    """The lines that a reader would type, each with its continuations."""
+    text = (EXAMPLES.parent / "README.md").read_text()
+    part = text.partition("<!-- server-commands -->")[2].partition("<!-- /server-commands -->")[0]
+    blocks = re.findall(r"```console\n(.*?)```", part, re.DOTALL)
+    return [
+        command for block in blocks for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    ]
 
-        async def run():
-            async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
-                begun = asyncio.Event()
 
-                async def ask():
-                    body = {"prompt": PAIRS[0][0], "stream": True}
-                    async with client.stream("POST", "/v1/completions", json=body) as response:
-                        lines = []
-                        async for line in response.aiter_lines():
-                            lines.append(line)
-                            begun.set()
-                        return response.status_code, lines
+def test_the_readme_s_commands_do_what_it_says(live):
+    said = []
+    try:
+        for command in readme_commands():
+            assert command.startswith("curl ")
+            here = command.replace("http://127.0.0.1:8000", live.url)
+            assert here != command
+            shell = ["bash", "-c", here.replace("curl ", "curl -sS --fail-with-body ", 1)]
+            said.append(subprocess.run(shell, check=True, capture_output=True, text=True).stdout)
+        chat, stream, policy, state, metrics = said
+        assert json.loads(chat)["choices"][0]["message"]["content"] == ANSWER
+        events = stream.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        assert "".join(each["choices"][0]["text"] for each in chunks) == "a 405 b 12 c 7"
+        assert any("provisional" in each.get("dllm", {}) for each in chunks)
+        assert json.loads(policy) == {"policy": "fixed_fill"}
+        assert json.loads(state)["policy"] == "fixed_fill"
+        assert "dllm_sched_requests_submitted_total" in metrics
+    finally:
+        live.post("/policy", name="continuous")
 
-                async def interrupt():
-                    await begun.wait()
-                    counts = (await client.get("/state")).json()
-                    process.send_signal(signal.SIGTERM)
-                    if cut_off:
-                        process.send_signal(signal.SIGINT)
-                    return counts
 
-                async with asyncio.timeout(PATIENCE_S):
-                    watching = asyncio.create_task(watch(client))
-                    *answers, counts = await asyncio.gather(
-                        *(ask() for _ in range(90)), interrupt(), return_exceptions=True
-                    )
-                    await watching
-                return answers, counts
+async def drained(process, url, count, signals):
+    """Many streams at once; signals once the first has begun; how each stream went."""
+    begun = asyncio.Event()
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
 
-        async def watch(client):
+        async def ask():
+            body = {"prompt": PAIRS[0][0], "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = []
+                async for line in response.aiter_lines():
+                    begun.set()
+                    lines.append(line)
+                return response.status_code, [line for line in lines if line]
+
+        async def watch():
             """Who looks must not keep the server from ending."""
             async with client.stream("GET", "/state/stream") as response:
-                return [line async for line in response.aiter_lines()][-2]
+                return [line async for line in response.aiter_lines() if line]
 
-        answers, counts = asyncio.run(run())
-        assert process.wait(PATIENCE_S) == (1 if cut_off else 0), rest
+        async def interrupt():
+            await begun.wait()
+            state = (await client.get("/state")).json()
+            for each in signals:
+                process.send_signal(each)
+            return state
+
+        async with asyncio.timeout(PATIENCE_S):
+            return await asyncio.gather(
+                interrupt(), watch(), *(ask() for _ in range(count)), return_exceptions=True
+            )
+
+
+@pytest.mark.slow
+def test_a_signal_lets_open_requests_finish():
+    with started("--max-num-seqs", "2") as (process, url, rest):
+        state, watched, *answers = asyncio.run(drained(process, url, 60, [signal.SIGTERM]))
+        assert process.wait(PATIENCE_S) == 0, rest
     assert "Traceback" not in "".join(rest)
-    done = [one for one in answers if isinstance(one, tuple) and one[0] == 200]
-    if cut_off:
-        assert all(
-            one[0] in (200, 503) if isinstance(one, tuple) else isinstance(one, httpx.HTTPError)
-            for one in answers
-        )
-    else:
-        assert len(done) >= counts["submitted"], "who was taken is answered"
-        assert all(lines[-2] == "data: [DONE]" for _, lines in done)
-        assert not any("error" in line for _, lines in done for line in lines)
+    done = [each for each in answers if isinstance(each, tuple)]
+    assert len(done) >= state["submitted"] > 0, "who was taken is answered"
+    for status, lines in done:
+        assert status == 200
+        assert lines[-1] == "data: [DONE]"
+        assert not any("error" in line for line in lines)
+    assert all(isinstance(each, tuple | httpx.HTTPError) for each in answers)
+    assert watched[-1] == 'data: {"over": true}'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["a second signal", "the end of --drain"])
+def test_who_is_cut_off_is_told(example, how, stream):
+    timed = how == "the end of --drain"
+    live = Live(example, "--max-num-seqs", "1", *(["--drain", "0.1"] if timed else []))
+    try:
+        live.call(live.built.scheduler.pause)
+        with Asking(live, stream=stream) as one, Asking(live, stream=stream, n=2) as other:
+            live.wait_until(lambda state: state["waiting"] == 3)
+            for _ in range(1 if timed else 2):
+                live.server.handle_exit(signal.SIGTERM, None)
+            for answer in (one.join(), other.join()):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "cancelled"
+        live.thread.join(PATIENCE_S)
+        assert live.server.cut_off
+        assert live.built.scheduler.counts().waiting == 0
+    finally:
+        live.close()
+
+
+# --- load
+
+
+@pytest.fixture(scope="module")
+def load():
+    path = EXAMPLES.parent / "benchmarks" / "load.py"
+    spec = importlib.util.spec_from_file_location("load", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("how", [["--clients", "3"], ["--rate", "1000"]])
+def test_load_is_put_on_and_measured(live, load, capsys, how):
+    code = load.main(["--url", live.url, "--requests", "5", "--json", *how])
+    figures = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert (figures["sent"], figures["done"], figures["errors"]) == (5, 5, {})
+    assert 0 < figures["first_text_p50_s"] <= figures["latency_p99_s"]
+    assert figures["tokens_per_s"] > figures["requests_per_s"] > 0
+
+
+def test_load_tells_errors_by_kind_and_leaves_when_its_time_is_over(live, load, capsys):
+    options = ["--url", live.url, "--json"]
+    assert load.main([*options, "--requests", "2", "--body", '{"n": 0}']) == 1
+    assert json.loads(capsys.readouterr().out)["errors"] == {"400 invalid_value": 2}
+    with live.paused():
+        assert load.main([*options, "--requests", "9", "--rate", "1000", "--seconds", "0.3"]) == 1
+        errors = json.loads(capsys.readouterr().out)["errors"]
+        assert sum(errors.values()) <= 9
+        assert 1 <= errors["unfinished"] <= 6
+        live.wait_until(lambda state: not state["waiting"])
+
+
+@pytest.mark.parametrize("option", ["--url=http://192.0.2.1", "--url=http://x", "--requests=0"])
+def test_load_stays_on_loopback_and_within_bounds(load, option, capsys):
+    with pytest.raises(SystemExit) as stop:
+        load.main([option])
+    assert stop.value.code == 2
+    assert "must be" in capsys.readouterr().err
+
+
+# --- bad options
 
 
 @pytest.mark.parametrize(
