@@ -85,6 +85,7 @@ class Spans:
         self._spans[event.request_id].add_event(name, attributes, self._ns(event.at))
 
     def _end(self, event):
+        self._add(event, "finished", reason=event.reason.value)
         span = self._spans.pop(event.request_id)
         span.set_attribute("dllm.finish_reason", event.reason.value)
         span.set_attribute("dllm.num_steps", event.num_steps)

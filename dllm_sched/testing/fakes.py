@@ -203,6 +203,8 @@ class FakeEngine:
 
     def _advance(self, row: Row, tenant: _Tenant) -> list[_RowEvent]:
         """Let a row take its next step, and say what happened to it."""
+        if tenant.done == tenant.steps:
+            return []  # it has ended; a step that was planned ahead may still name it
         request = tenant.request
         blocks = len(tenant.tokens) // request.block_length
         tenant.done += 1
@@ -212,6 +214,7 @@ class FakeEngine:
             noise = crc32(f"{_key(request)} {position} {tenant.done}".encode())
             tenant.tokens.append(noise % 50_000)
         if self._poison.get(request.id) == tenant.done:
+            tenant.steps = tenant.done
             return [RowFailed(row.slot, RuntimeError(f"{request.id} is poisoned"))]
         if tenant.done == tenant.steps:
             output = FakeOutput(tuple(tenant.tokens), tenant.done)

@@ -138,6 +138,7 @@ def test_a_span_has_what_happened_when(provider, exporter):
         ("block", 2 * S, {"blocks": 1, "steps": 1}),
         ("preempted", 3 * S, {"kept": False}),
         ("joined", 7 * S // 2, {"slot": 0, "step_id": 2}),
+        ("finished", 4 * S, {"reason": "eos"}),
     ]
     assert span.status.status_code is trace.StatusCode.UNSET
 

@@ -1,6 +1,7 @@
 import pytest
 
 from dllm_sched import (
+    NOTHING,
     Capacity,
     ConfigError,
     EngineProtocolError,
@@ -64,6 +65,18 @@ def test_a_seed_in_the_payload_takes_the_place_of_the_id():
     first, second = (request(name, payload=7) for name in "ab")
     answers = serve(FakeEngine(2), first, second)
     assert answers["a"] == answers["b"]
+
+
+def test_a_row_that_has_ended_is_let_be_by_a_step_that_was_planned_ahead():
+    engine = FakeEngine(2, steps=lambda request: 2, poison={"b": 1})
+    a, b = request("a"), request("b")
+    first = engine.run(batch(row(a), row(b, 1), joined=(row(a), row(b, 1))))
+    assert [one.slot for one in first.failed] == [1]
+    second = engine.run(batch(row(a), row(b, 1)))
+    assert [one.slot for one in second.finished] == [0]
+    assert second.failed == ()
+    assert engine.run(batch(row(a), row(b, 1))) is NOTHING
+    assert len(second.finished[0].output.tokens) == 6
 
 
 def test_it_reports_phases_boundaries_and_the_finish():
