@@ -40,14 +40,14 @@ def work(pipe, make_engine, *args):
                 if not gone.kept:
                     del requests[gone.request.id]
             continue
-        # The same request is the same object here too, however often it comes.
-        joined = tuple(
-            row._replace(request=requests.setdefault(row.request.id, row.request))
-            for row in message.joined
-        )
-        if message.rows is not None:
-            rows = tuple(row._replace(request=requests[row.request]) for row in message.rows)
         try:
+            # The same request is the same object here too, however often it comes.
+            joined = tuple(
+                row._replace(request=requests.setdefault(row.request.id, row.request))
+                for row in message.joined
+            )
+            if message.rows is not None:
+                rows = tuple(row._replace(request=requests[row.request]) for row in message.rows)
             outcome = engine.run(message._replace(rows=rows, joined=joined))
         except Exception as error:  # noqa: BLE001 - the driver knows what to do with it
             outcome = error
@@ -86,6 +86,7 @@ class ProcessEngine:
             self._start()
             raise RuntimeError("the engine's process has died; another has been started") from error
         if isinstance(answer, Exception):
+            self._rows = None
             raise answer
         return NOTHING if answer is None else answer
 

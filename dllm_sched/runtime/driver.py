@@ -171,8 +171,10 @@ class Driver:
         self._started_at = math.nan
         self._began = self._ended = math.nan
         self._num_steps = 0
-        # Seconds of each part, the part that is on, and since when: one value, for any thread.
-        self._times = ([0.0] * 4, _OTHER, 0.0)
+        self._turning = threading.RLock()  # guards what follows; a signal handler may report too
+        self._spent = [0.0] * 4  # seconds of each part
+        self._part = _OTHER  # the one that is on
+        self._since = 0.0
 
     # --- from any thread ------------------------------------------------------------------------
 
@@ -286,10 +288,10 @@ class Driver:
         """
         if math.isnan(self._began):
             raise EngineProtocolError("report: run has not begun")
-        spent, part, since = self._times
-        ended = perf_counter() if math.isnan(self._ended) else self._ended
-        spent = spent.copy()
-        spent[part] += ended - since
+        with self._turning:
+            ended = perf_counter() if math.isnan(self._ended) else self._ended
+            spent = self._spent.copy()
+            spent[self._part] += ended - self._since
         return RunReport(
             started_at=self._started_at,
             num_steps=self._num_steps,
@@ -322,9 +324,7 @@ class Driver:
         """
         if not math.isnan(self._began):
             raise EngineProtocolError("run: a driver runs once; build another")
-        began = perf_counter()
-        self._times = (self._times[0], _OTHER, began)
-        self._began = began
+        self._since = self._began = perf_counter()
         watched = nullcontext() if self._watchdog is None else self._watchdog.on_duty()
         with _interruptible(self._interrupt), watched:
             failure: BaseException | None = None
@@ -336,7 +336,8 @@ class Driver:
                 failure = error
                 raise
             finally:
-                self._ended = perf_counter()
+                with self._turning:
+                    self._ended = perf_counter()
                 self._end_all(failure)
         return self.report()
 
@@ -375,11 +376,10 @@ class Driver:
 
     def _turn_to(self, part: int) -> None:
         """Count the time for another part from here on. One is always on, so none is lost."""
-        now = perf_counter()
-        spent, on, since = self._times
-        spent = spent.copy()  # whoever reads the old one reads on in peace
-        spent[on] += now - since
-        self._times = (spent, part, now)
+        with self._turning:
+            now = perf_counter()
+            self._spent[self._part] += now - self._since
+            self._part, self._since = part, now
 
     def _step(self, batch: StepBatch) -> None:
         self._num_steps += 1

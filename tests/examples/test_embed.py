@@ -33,8 +33,8 @@ def worker():
     return import_module("embed_worker")
 
 
-def request(name, tokens=64):
-    return Request(name, prompt_len=8, max_new_tokens=tokens, block_length=8)
+def request(name, tokens=64, **fields):
+    return Request(name, prompt_len=8, max_new_tokens=tokens, block_length=8, **fields)
 
 
 # --- a loop of one's own
@@ -212,6 +212,26 @@ def test_a_worker_that_dies_loses_nobody(worker):
     for end in ended:  # the same answers as in this process, also of those that started anew
         assert end.output == answer(alone, end.request)
     scheduler.check_invariants()
+
+
+def test_rows_that_sat_out_when_the_worker_died_start_anew_too(worker):
+    engine = worker.ProcessEngine(FakeEngine, 4)
+    ended, dying = [], []
+
+    def on_update(update):
+        ended.extend(update.finished)
+        if update.batch is not None and update.batch.step_id == 3:
+            dying.append({row.request.batch_key for row in update.batch.rows})
+            engine.kill()
+
+    scheduler = Scheduler(capacity=Capacity(max_num_seqs=4))
+    requests = [request(f"r{n}", batch_key="xy"[n % 2]) for n in range(4)]  # x and y take turns
+    driver = Driver(scheduler, engine, VirtualClock(), on_update=on_update)
+    driver.run((0.0, one) for one in requests)
+    engine.close()
+    assert len(dying[0]) == 1
+    assert Counter(end.reason.value for end in ended) == {"length": 4}
+    assert scheduler.stats().num_failed_steps == 2, "that of the dead, and one with strangers"
 
 
 def answer(engine, one):

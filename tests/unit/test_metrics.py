@@ -1,6 +1,8 @@
 """Every metric on a value worked out by hand, and nothing unbounded among the labels."""
 
 import math
+import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -353,6 +355,37 @@ def test_before_the_run_no_time_has_gone_and_after_it_all_of_it_is_there():
     now = parts(registry)
     assert sum(now.values()) == pytest.approx(end.wall_s)
     assert now["engine"] == end.engine_s > 0
+
+
+def test_counters_never_fall_whenever_another_thread_scrapes():
+    engine = FakeEngine(2)
+    driver, registry = exposed(lambda scheduler: Driver(scheduler, engine))
+    scrapes, over = [], threading.Event()
+
+    def scrape():
+        scrapes.append(
+            {
+                (sample.name, *sample.labels.values()): sample.value
+                for family in registry.collect()
+                if family.type in ("counter", "histogram")
+                for sample in family.samples
+            }
+        )
+
+    def scrape_on():
+        while not over.is_set():
+            scrape()
+
+    thread = threading.Thread(target=scrape_on)
+    thread.start()
+    driver.run((0.0, request(f"r{number}")) for number in range(300))
+    over.set()
+    thread.join()
+    scrape()
+    assert scrapes[-1]["dllm_sched_requests_finished_total", "length"] == 300
+    for before, after in pairwise(scrapes):
+        assert before.keys() == after.keys()
+        assert [name for name, value in before.items() if after[name] < value] == []
 
 
 def test_an_engine_that_times_its_forwards_has_that_part_from_the_start():
