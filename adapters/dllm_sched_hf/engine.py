@@ -80,7 +80,7 @@ MAX_STOP_IDS = 256
 """A request's stop ids are compared with every committed token, for all rows at once."""
 
 # Padded attention cells (query x key) worth less than the calls that a further group costs.
-_SPLIT_CELLS = {"cpu": 2**14, "cuda": 2**19}
+_SPLIT_CELLS = {"cpu": 2**12, "cuda": 2**19}
 
 # Logits in flight at once while confidences are read: 32 M float32 values are 128 MiB.
 _LOGITS_PER_CHUNK = 2**25
@@ -153,7 +153,7 @@ class _Kept(NamedTuple):
     """A preempted row's progress, off the device: slots are preempted to free its memory."""
 
     state: tuple[Any, ...]
-    cache: tuple[Tensor, ...]  #: keys and values, ``[n_layers, cached, n_kv_heads, head_dim]``
+    cache: Tensor | None  #: keys and values, ``[n_layers, cached, 2 * n_kv_heads, head_dim]``
     trace: list[dict[str, Any]] | None
 
 
@@ -221,6 +221,7 @@ class DecodingEngine:
         if clock is not None and not callable(clock):
             raise ConfigError(f"clock must be a function without arguments, got {shown(clock)}")
         self.model = base.eval()
+        base.join_weights()
         self.max_num_seqs = max_num_seqs
         self.max_len = window if max_len is None else max_len
         self.mask_token_id = base.config.mask_token_id
@@ -242,7 +243,11 @@ class DecodingEngine:
             self._cache = KVCache.allocate(
                 base.config, max_num_seqs, self.max_len, device=weight.device, dtype=weight.dtype
             )
-        self._key_positions = torch.arange(self.max_len, device=weight.device)
+        self._layers = () if self._cache is None else self._cache.layers
+        # Row u says what may be seen by who sees the first ``max_len - u`` positions.
+        bias = torch.zeros(2 * self.max_len, device=weight.device, dtype=weight.dtype)
+        bias[self.max_len :] = -math.inf
+        self._bias = bias.as_strided((self.max_len + 1, self.max_len), (1, 1))
         self._split_cells = _SPLIT_CELLS.get(weight.device.type, _SPLIT_CELLS["cuda"])
         wide = decoder.confidence_type is np.float64
         self._precision = torch.float64 if wide else torch.float32
@@ -412,10 +417,9 @@ class DecodingEngine:
             self._tenants[gone.slot] = None
             if gone.kept:
                 cached = self._decoder.num_cached(gone.slot)
-                cache = tuple(
-                    torch.stack([layer[gone.slot, :cached] for layer in layers]).cpu()
-                    for layers in self._cache or ()
-                )
+                cache = None
+                if self._layers:
+                    cache = torch.stack([layer[gone.slot, :cached] for layer in self._layers]).cpu()
                 state = self._decoder.save(gone.slot)
                 self._kept[tenant.request] = _Kept(state, cache, tenant.trace)
         self._last_batch = ((), NO_KNOBS)
@@ -453,9 +457,8 @@ class DecodingEngine:
             else:
                 trace = kept.trace
                 self._decoder.restore(slot, request, stop_ids, kept.state)
-                for layers, saved in zip(self._cache or (), kept.cache, strict=True):
-                    for layer, values in zip(layers, saved, strict=True):
-                        layer[slot, : len(values)] = values.to(self._device)
+                for layer, saved in zip(self._layers, kept.cache or (), strict=True):
+                    layer[slot, : len(saved)] = saved.to(self._device)
             self._tenants[slot] = _Tenant(request, trace)
         return failed
 
@@ -657,7 +660,7 @@ class DecodingEngine:
             failed.append(RowFailed(slot, error))
             self._tenants[slot] = None
             # Masked keys still enter the products, and 0 * nan is nan: the next row must not see.
-            for layer in itertools.chain(*(self._cache or ())):
+            for layer in self._layers:
                 layer[slot].zero_()
         return lost
 

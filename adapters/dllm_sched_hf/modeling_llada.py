@@ -238,8 +238,9 @@ class KVCache(NamedTuple):
     row's next forward overwrites: there is nothing to roll back after a failed step.
     """
 
-    keys: tuple[Tensor, ...]  #: per layer ``[slots, max_len, n_kv_heads, head_dim]``, rotated
-    values: tuple[Tensor, ...]  #: per layer ``[slots, max_len, n_kv_heads, head_dim]``
+    layers: tuple[Tensor, ...]
+    """Per layer ``[slots, max_len, 2 * n_kv_heads, head_dim]``: the rotated keys of a position, then
+    its values, so that one write serves both."""
 
     @classmethod
     def allocate(
@@ -252,16 +253,15 @@ class KVCache(NamedTuple):
         dtype: torch.dtype,
     ) -> KVCache:
         """Return a zeroed cache of ``2 * n_layers * num_slots * max_len`` key/value vectors."""
-        shape = (config.n_layers, num_slots, max_len, config.n_kv_heads, config.head_dim)
+        shape = (config.n_layers, num_slots, max_len, 2 * config.n_kv_heads, config.head_dim)
         # Zeros, not garbage: a masked position still enters the products, and 0 * nan is nan.
-        keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-        return cls(keys.unbind(0), values.unbind(0))
+        return cls(torch.zeros(shape, device=device, dtype=dtype).unbind(0))
 
 
 class AttentionGroup(NamedTuple):
-    """Rows of similar size whose attention runs as one padded call."""
+    """Rows of similar size whose attention runs as one call."""
 
-    start: int  #: the group's tokens are ``start..stop-1`` of the packed axis
+    start: int  #: the group's queries are ``start..stop-1`` of the packed axis
     stop: int
     slots: slice | Tensor | None
     """Cache slots of its g rows, in packed order; None = without a cache, all keys are new."""
@@ -279,6 +279,12 @@ class PackedLayout(NamedTuple):
     write_index: Tensor | None
     """int64 ``[tokens]``, ``slot * max_len + position``; None = without a cache."""
     groups: tuple[AttentionGroup, ...]  #: cover the packed axis in order
+    wanted: Tensor | None = None
+    """int64 ``[c]``, tokens whose hidden states are asked for, ascending; None = all. The last layer
+    computes no others."""
+    wanted_groups: tuple[AttentionGroup, ...] | None = None
+    """Cover the wanted tokens in order, for a last layer with their queries alone; None = attention
+    is for all tokens there too. Only with a cache."""
 
 
 # (layer, q [..., heads, head_dim], k and v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
@@ -295,6 +301,10 @@ class LLaDARMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed ``x`` (``[..., d_model]``) in its own dtype."""
+        if x.is_cpu and x.dtype == torch.float32:  # where rms_norm is a chain of six operations
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            mean_square = norm.square().mul(1 / x.shape[-1])
+            return x * (mean_square + self.eps).rsqrt() * self.weight
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
 
@@ -306,21 +316,38 @@ class _Rotary(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, frequency: Tensor, dtype: torch.dtype) -> _Rotary:
-        wide = torch.promote_types(dtype, torch.float32)
-        angle = positions.to(torch.float32)[..., None] * frequency
+    def table(cls, length: int, frequency: Tensor) -> _Rotary:
+        """Return those of the first ``length`` positions, in float32."""
+        angle = torch.arange(length, device=frequency.device)[:, None] * frequency
         sin, cos = angle.sin(), angle.cos()
         # The half-split layout turns the pairs (j, j + head_dim / 2).
-        return cls(
-            torch.cat((cos, cos), -1)[..., None, :].to(wide),
-            torch.cat((-sin, sin), -1)[..., None, :].to(wide),
-        )
+        return cls(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> _Rotary:
+        """Return those of some positions for queries and keys of a dtype."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return _Rotary(*(x.index_select(0, positions).to(wide) for x in self))
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``; back in its own dtype."""
         wide = x.to(self.cos.dtype)
         swapped = wide.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(wide * self.cos, swapped, self.sin).to(x.dtype)
+
+    def turn_(self, x: Tensor) -> None:
+        """Rotate ``x`` in place."""
+        if x.dtype == self.cos.dtype:
+            swapped = x.roll(x.shape[-1] // 2, -1)
+            x.mul_(self.cos).addcmul_(swapped, self.sin)
+        else:
+            x.copy_(self.turn(x))
+
+
+class _Joined(NamedTuple):
+    """Weights of one block that multiply the same input, behind each other."""
+
+    qkv: Tensor | None  #: ``[(n_heads + 2 * n_kv_heads) * head_dim, d_model]``; None = with a LoRA
+    ff: Tensor | None  #: ``[2 * mlp_hidden_size, d_model]``
 
 
 class LLaDABlock(nn.Module):
@@ -330,6 +357,8 @@ class LLaDABlock(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
+        self.n_heads, self.n_kv_heads = config.n_heads, config.n_kv_heads
+        self.joined: _Joined | None = None
         kv_width = config.n_kv_heads * config.head_dim
         self.attn_norm = LLaDARMSNorm(config)
         self.q_proj = nn.Linear(config.d_model, config.d_model, bias=False)
@@ -351,6 +380,78 @@ class LLaDABlock(nn.Module):
         x = x + self.attn_out(attend(self.layer, q, k, v).flatten(-2))
         h = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
+
+    def join_weights(self) -> None:
+        """Lay weights that multiply the same input behind each other, if they are not yet.
+
+        The modules keep their parameters, as views: names, values and memory stay what they were.
+        """
+        had = self.joined
+        qkv = _join([self.q_proj, self.k_proj, self.v_proj], had and had.qkv)
+        ff = _join([self.ff_proj, self.up_proj], had and had.ff)
+        self.joined = _Joined(qkv, ff)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LLaDABlock:  # noqa: FBT001, FBT002 - torch's signature
+        self.joined = None  # the parameters are about to move elsewhere
+        return super()._apply(fn, recurse)
+
+    def forward_packed(
+        self, x: Tensor, rotary: _Rotary, layout: PackedLayout, cache: Tensor | None, *, last: bool
+    ) -> Tensor:
+        """Return the next residual stream ``[tokens, d_model]``; the last block: of those wanted.
+
+        Args:
+            x: ``[tokens, d_model]``, overwritten.
+            rotary: Of the tokens' positions.
+            layout: As for the model.
+            cache: This layer's.
+            last: Whether no block comes after this one.
+        """
+        heads, num_kv = self.n_heads, self.n_kv_heads
+        h, joined = self.attn_norm(x), self.joined
+        if joined is None or joined.qkv is None:
+            qkv = torch.cat((self.q_proj(h), self.k_proj(h), self.v_proj(h)), -1)
+        else:
+            qkv = F.linear(h, joined.qkv)
+        qkv = qkv.view(-1, heads + 2 * num_kv, self.head_dim)
+        rotary.turn_(qkv[:, : heads + num_kv])
+        q, kv = qkv.split((heads, 2 * num_kv), 1)
+        if cache is not None and layout.write_index is not None:
+            cache.flatten(0, 1).index_copy_(0, layout.write_index, kv)
+            kv = cache
+        groups, wanted = layout.groups, layout.wanted if last else None
+        if wanted is not None:
+            x = x.index_select(0, wanted)
+            if layout.wanted_groups is not None:
+                q, groups, wanted = q.index_select(0, wanted), layout.wanted_groups, None
+        outs = [_attend_group(group, q, kv, num_kv) for group in groups]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        if wanted is not None:
+            out = out.index_select(0, wanted)
+        x += self.attn_out(out.flatten(-2))
+        h = self.ff_norm(x)
+        if joined is None or joined.ff is None:
+            gate, up = self.ff_proj(h), self.up_proj(h)
+        else:
+            gate, up = F.linear(h, joined.ff).chunk(2, -1)
+        x += self.ff_out(F.silu(gate).mul_(up))
+        return x
+
+
+def _join(linears: list[nn.Module], had: Tensor | None) -> Tensor | None:
+    """Make the weights views of one tensor, and return it; None if one is no plain linear layer."""
+    weights = [x.weight for x in linears if type(x) is nn.Linear]
+    if len(weights) < len(linears):
+        return None
+    sizes = [len(x) for x in weights]
+    if had is not None:
+        views = zip(weights, had.split(sizes), strict=True)
+        if all(weight.data_ptr() == view.data_ptr() for weight, view in views):
+            return had
+    whole = torch.cat([x.detach() for x in weights])
+    for weight, view in zip(weights, whole.split(sizes), strict=True):
+        weight.data = view
+    return whole
 
 
 class LLaDATransformer(nn.Module):
@@ -388,17 +489,20 @@ class LLaDAModelLM(PreTrainedModel):
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__(config)
         self.model = LLaDAModel(config)
-        self._frequency: Tensor | None = None
+        self._turns: _Rotary | None = None
         self.post_init()
 
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> _Rotary:
+    def _rotary(self, positions: Tensor, dtype: torch.dtype, length: int = 0) -> _Rotary:
+        """Return the turns of some positions, all below ``length`` or the model's window."""
         # Made when first used, never a module buffer: buffers that no checkpoint holds are what
         # loading on the meta device breaks.
-        if self._frequency is None or self._frequency.device != positions.device:
+        turns, length = self._turns, max(length, self.config.max_sequence_length)
+        if turns is None or turns.cos.device != positions.device or len(turns.cos) < length:
             head_dim = self.config.head_dim
             even = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-            self._frequency = 1.0 / self.config.rope_theta ** (even / head_dim)
-        return _Rotary.at(positions, self._frequency, dtype)
+            frequency = 1.0 / self.config.rope_theta ** (even / head_dim)
+            self._turns = turns = _Rotary.table(length, frequency)
+        return turns.at(positions, dtype)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""
@@ -463,7 +567,8 @@ class LLaDAModelLM(PreTrainedModel):
             )
             return out.transpose(1, 2)
 
-        rotary = self._rotary(torch.arange(x.shape[1], device=x.device), x.dtype)
+        length = x.shape[1]
+        rotary = self._rotary(torch.arange(length, device=x.device), x.dtype, length)
         hidden: list[Tensor] | None = [] if output_hidden_states else None
         for block in parts.blocks:
             if hidden is not None:
@@ -477,35 +582,39 @@ class LLaDAModelLM(PreTrainedModel):
         )
         return output.to_tuple() if return_dict is False else output
 
+    def join_weights(self) -> None:
+        """Lay weights that multiply the same input behind each other; every engine does so.
+
+        ``forward_packed`` then multiplies once instead of three times and twice. Parameters stay
+        what they were, as views, and moving the model undoes it. A LoRA that is not merged keeps
+        its layers apart. While the model serves, do not give a parameter other data.
+        """
+        for block in self.model.transformer.blocks:
+            block.join_weights()
+
     def forward_packed(
         self, input_ids: Tensor, layout: PackedLayout, cache: KVCache | None
     ) -> Tensor:
         """Run the new tokens of all rows once, and leave their keys and values in the cache.
 
+        Not differentiable: it works in place.
+
         Args:
             input_ids: int64 ``[tokens]``, the rows' new tokens behind each other.
-            layout: Where each token belongs and what each row may see.
+            layout: Where each token belongs, what each row may see, which tokens are wanted.
             cache: Written where the layout says, then read; None = rows see their new tokens only.
 
         Returns:
-            Hidden states ``[tokens, d_model]`` after the final norm; :meth:`logits` takes any
+            Hidden states ``[tokens or c, d_model]`` after the final norm; :meth:`logits` takes any
             selection of them. Linear layers cost O(tokens), attention O(padded group sizes).
         """
         parts = self.model.transformer
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if cache is not None and layout.write_index is not None:
-                keys, values = cache.keys[layer], cache.values[layer]
-                keys.flatten(0, 1).index_copy_(0, layout.write_index, k)
-                values.flatten(0, 1).index_copy_(0, layout.write_index, v)
-                k, v = keys, values
-            outs = [_attend_group(group, q, k, v) for group in layout.groups]
-            return outs[0] if len(outs) == 1 else torch.cat(outs)
-
         x = parts.wte(input_ids)
         rotary = self._rotary(layout.positions, x.dtype)
-        for block in parts.blocks:
-            x = block(x, rotary, attend)
+        top = len(parts.blocks) - 1
+        for number, block in enumerate(parts.blocks):
+            layer = None if cache is None else cache.layers[number]
+            x = block.forward_packed(x, rotary, layout, layer, last=number == top)
         return parts.ln_f(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -513,37 +622,34 @@ class LLaDAModelLM(PreTrainedModel):
         return self.model.transformer.ff_out(hidden)
 
 
-def _attend_group(group: AttentionGroup, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_group(group: AttentionGroup, q: Tensor, kv: Tensor, kv_heads: int) -> Tensor:
     """Attend for one group of rows; ``[stop - start, heads, head_dim]``.
 
     Keys and values are a layer's cache or, where the group has no slots, those of the new tokens.
     """
     q = q[group.start : group.stop]
     heads, head_dim = q.shape[1:]
-    kv_heads = keys.shape[-2]
     share = heads // kv_heads
-    if group.slots is None:
-        keys, values = (x[group.start : group.stop] for x in (keys, values))
-        if group.pad is None:
-            keys, values = (x.unflatten(0, (group.num_rows, -1)) for x in (keys, values))
-        else:
-            keys, values = keys[group.pad], values[group.pad]
+    if group.slots is not None:
+        kv = kv[group.slots, : group.num_keys]
+    elif group.pad is None:
+        kv = kv[group.start : group.stop].unflatten(0, (group.num_rows, -1))
     else:
-        keys, values = (x[group.slots, : group.num_keys] for x in (keys, values))
+        kv = kv[group.start : group.stop][group.pad]
     if group.pad is not None:
         q = q[group.pad]  # [g, max_q, heads, head_dim]
-    # Query heads that share a key head become more queries of that head: no key is copied.
-    q = q.view(group.num_rows, -1, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
-    max_q = q.shape[3]
     bias = group.bias
-    if bias is not None and share > 1:
-        bias = bias.repeat(1, 1, share, 1)
-    out = F.scaled_dot_product_attention(
-        q.reshape(group.num_rows, kv_heads, share * max_q, head_dim),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=bias,
-    )
-    out = out.view(group.num_rows, kv_heads, share, max_q, head_dim).permute(0, 3, 1, 2, 4)
+    if share == 1:
+        q = q.reshape(group.num_rows, -1, heads, head_dim).transpose(1, 2)
+    else:  # query heads that share a key head become more queries of that head: no key is copied
+        q = q.reshape(group.num_rows, -1, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
+        q = q.flatten(2, 3)
+        bias = None if bias is None else bias.repeat(1, 1, share, 1)
+    keys, values = kv.transpose(1, 2).split(kv_heads, 1)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+    if share == 1:
+        out = out.transpose(1, 2)
+    else:
+        out = out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4)
     out = out.reshape(-1, heads, head_dim)
     return out if group.unpad is None else out[group.unpad]
