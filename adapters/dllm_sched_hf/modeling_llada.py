@@ -263,8 +263,8 @@ class AttentionGroup(NamedTuple):
 
     start: int  #: the group's queries are ``start..stop-1`` of the packed axis
     stop: int
-    slots: slice | Tensor | None
-    """Cache slots of its g rows, in packed order; None = without a cache, all keys are new."""
+    slots: slice | Tensor
+    """Cache slots of its g rows, in packed order; without a cache the rows' own new tokens."""
     num_keys: int  #: longest row of the group, new tokens included
     pad: Tensor | None  #: int64 ``[g, max_q]`` into the group's tokens; None = nothing to pad
     unpad: Tensor | None  #: int64 ``[stop - start]`` into the ``g * max_q`` padded queries
@@ -284,7 +284,7 @@ class PackedLayout(NamedTuple):
     computes no others."""
     wanted_groups: tuple[AttentionGroup, ...] | None = None
     """Cover the wanted tokens in order, for a last layer with their queries alone; None = attention
-    is for all tokens there too. Only with a cache."""
+    is for all tokens there too."""
 
 
 # (layer, q [..., heads, head_dim], k and v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
@@ -424,7 +424,8 @@ class LLaDABlock(nn.Module):
             x = x.index_select(0, wanted)
             if layout.wanted_groups is not None:
                 q, groups, wanted = q.index_select(0, wanted), layout.wanted_groups, None
-        outs = [_attend_group(group, q, kv, num_kv) for group in groups]
+        cached = kv is cache
+        outs = [_attend_group(group, q, kv, num_kv, cached=cached) for group in groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if wanted is not None:
             out = out.index_select(0, wanted)
@@ -622,20 +623,22 @@ class LLaDAModelLM(PreTrainedModel):
         return self.model.transformer.ff_out(hidden)
 
 
-def _attend_group(group: AttentionGroup, q: Tensor, kv: Tensor, kv_heads: int) -> Tensor:
+def _attend_group(
+    group: AttentionGroup, q: Tensor, kv: Tensor, kv_heads: int, *, cached: bool
+) -> Tensor:
     """Attend for one group of rows; ``[stop - start, heads, head_dim]``.
 
-    Keys and values are a layer's cache or, where the group has no slots, those of the new tokens.
+    Keys and values are a layer's cache, or those of the new tokens.
     """
     q = q[group.start : group.stop]
     heads, head_dim = q.shape[1:]
     share = heads // kv_heads
-    if group.slots is not None:
+    if cached:
         kv = kv[group.slots, : group.num_keys]
     elif group.pad is None:
-        kv = kv[group.start : group.stop].unflatten(0, (group.num_rows, -1))
+        kv = kv[group.slots].unflatten(0, (group.num_rows, -1))
     else:
-        kv = kv[group.start : group.stop][group.pad]
+        kv = kv[group.slots][group.pad]
     if group.pad is not None:
         q = q[group.pad]  # [g, max_q, heads, head_dim]
     bias = group.bias

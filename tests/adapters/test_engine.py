@@ -129,7 +129,7 @@ def test_neighbours_change_nothing(
                 if fate == "cancel":
                     deliver(sched.cancel(row.request.id, now=now))
                 elif row.phase is Phase.REUSE:  # such rows have a cache
-                    engine._cache.values[0][row.slot, 0] = float("nan")
+                    engine._cache.layers[0][row.slot, 0] = float("nan")
         outcome = engine.run(update.batch)
         deliver(sched.complete_step(update.batch, outcome, now=now))
     assert len(results) == len(stored["requests"]) + 8
@@ -153,14 +153,16 @@ def test_unmerged_lora_decodes_the_same(record, assert_recorded, golden_request,
         assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
+@pytest.mark.parametrize("pads", [False, True])
 def test_a_neighbour_ten_times_as_long_changes_nothing(
-    record, assert_recorded, golden_request, model, loop, monkeypatch
+    pads, record, assert_recorded, golden_request, model, loop, monkeypatch
 ):
     stored = record("d2f_train_b16")
     entry = min(stored["requests"], key=lambda entry: len(entry["prompt"]))
     length = 512 - 128
     assert length >= 10 * len(entry["prompt"])
     engine = D2FEngine(model(), max_num_seqs=5, trace=True)
+    engine._pads = pads
     drive = loop(engine)
     drive.join(3, golden_request(stored, entry))
     drive.step()
@@ -175,11 +177,9 @@ def test_a_neighbour_ten_times_as_long_changes_nothing(
         lambda ids, layout, cache: groups.append(layout.groups) or forward(ids, layout, cache),
     )
     drive.run()
-    # The prompts join in a group of their own: the short row is not padded to them.
-    assert [(group.num_rows, group.num_keys >= length) for group in groups[0]] == [
-        (1, False),
-        (3, True),
-    ]
+    # The short row is not padded to the prompts that join, wherever its slot lies.
+    long_apart = [(1, False), (3, True)] if pads else [(2, True), (1, False), (1, True)]
+    assert [(group.num_rows, group.num_keys >= length) for group in groups[0]] == long_apart
     outputs = drive.outputs
     assert_recorded(outputs[str(entry["id"])], entry)
     assert outputs["long 0"] == outputs["long 1"] == outputs["long 4"]
@@ -209,6 +209,23 @@ def test_one_forward_and_one_copy_back_per_step(
     assert len(drive.outputs) == 8
     assert len(forwards) == len(copies) == engine.num_forwards == drive.step_id
     assert reads == []
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_way_of_other_devices_gives_the_same(
+    name, record, golden_request, golden_engine, assert_recorded, loop
+):
+    """Groups padded to their longest row and a read-out in torch, which a CPU does not use."""
+    stored = record(name)
+    engine = golden_engine(stored, 8)
+    engine._pads, engine._on_host = True, False
+    drive = loop(engine)
+    for slot, entry in enumerate(stored["requests"][:8]):
+        drive.join(slot, golden_request(stored, entry))
+        drive.step()
+    drive.run()
+    for entry in stored["requests"][:8]:
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -323,14 +340,14 @@ def test_out_of_memory_advances_nobody(
     drive.join(1, golden_request(stored, entries[1]))
     drive.join(2, golden_request(stored, entries[2]))
 
-    forward = engine.model.model.transformer.blocks[-1].forward
+    forward = engine.model.model.transformer.blocks[-1].forward_packed
 
-    def full(*args):
-        forward(*args)  # by then the earlier layers' keys are overwritten
+    def full(*args, **more):
+        forward(*args, **more)  # by then the earlier layers' keys are overwritten
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.model.model.transformer.blocks[-1], "forward", full)
+        patch.setattr(engine.model.model.transformer.blocks[-1], "forward_packed", full)
         for _ in range(2):
             with pytest.raises(StepOutOfMemoryError, match="nobody has advanced") as caught:
                 drive.step()
@@ -526,9 +543,12 @@ def test_the_mask_token_is_never_chosen_but_keeps_its_share(model):
     logits[0, engine.mask_token_id] = 10.0
     logits[0, 7] = 9.0
     expected = logits.softmax(-1)[0, 7]
-    read = engine._read_out(logits.clone(), np.zeros(1), None)
-    assert read[1].tolist() == [7]
-    torch.testing.assert_close(read[0].view(torch.float32)[0], expected)
+    for read in (
+        engine._read_out(logits.clone(), np.zeros(1), None),
+        engine._read_on_host(logits.clone()),
+    ):
+        assert read[1].tolist() == [7]
+        torch.testing.assert_close(read[0].view(torch.float32)[0], expected)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -536,8 +556,11 @@ def test_non_finite_logits_give_a_non_finite_confidence(bad, model):
     engine = D2FEngine(model(), max_num_seqs=1)
     logits = torch.zeros(2, engine.vocab_size)
     logits[1, 3] = bad
-    confidence = engine._read_out(logits, np.zeros(2), None)[0].view(torch.float32)
-    assert confidence.isfinite().tolist() == [True, False]
+    for read in (
+        engine._read_out(logits.clone(), np.zeros(2), None),
+        engine._read_on_host(logits.clone()),
+    ):
+        assert read[0].view(torch.float32).isfinite().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("name", DECODERS)
