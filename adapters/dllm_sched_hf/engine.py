@@ -575,9 +575,7 @@ class DecodingEngine:
                 again = self._neighbours(plan, left)
                 if saved > (len(again) - len(ranges)) * self._split_cells and left.min():
                     wanted_groups = self._groups(plan, again, left, plan.visible[index])
-        return PackedLayout(
-            self._upload(plan.position), write_index, groups, wanted, wanted_groups
-        )
+        return PackedLayout(self._upload(plan.position), write_index, groups, wanted, wanted_groups)
 
     def _groups(
         self, plan: StepPlan, ranges: list[tuple[int, int]], queries: Ints, visible: Ints
@@ -591,16 +589,16 @@ class DecodingEngine:
             visible: ``[n]`` each sees the positions below this one.
         """
         first = np.cumsum(queries) - queries
-        low = np.array([low for low, _ in ranges])
-        sees = np.minimum.reduceat(visible, first[low]).tolist()
-        keys = np.maximum.reduceat(plan.length, low).tolist()
-        starts = [*first[low].tolist(), len(visible)]
-        hidden = [keys[i] for i in range(len(keys)) if sees[i] < keys[i]]
+        lows = np.array([low for low, _ in ranges])
+        first = first[lows]
+        sees = np.minimum.reduceat(visible, first).tolist()
+        keys = np.maximum.reduceat(plan.length, lows).tolist()
+        starts = [*first.tolist(), len(visible)]
+        most = max((n for least, n in zip(sees, keys, strict=True) if least < n), default=0)
+        unseen = self._upload(self.max_len - visible)
         bias = None
-        if hidden:
-            unseen = self._upload(self.max_len - visible)
-            if not self._pads:
-                bias = self._bias[:, : max(hidden)].index_select(0, unseen)
+        if most and not self._pads:
+            bias = self._bias[:, :most].index_select(0, unseen)
         slots = plan.slots.tolist()
         tokens = (plan.end - plan.start).cumsum().tolist() if self._cache is None else None
         groups = []
@@ -613,8 +611,8 @@ class DecodingEngine:
                 if bias is not None:
                     mine = bias[start:stop, :num_keys]
                 else:
-                    rows = unseen[start:stop]
-                    mine = self._bias[:, :num_keys][rows if pad is None else rows[pad].flatten()]
+                    at = unseen[start:stop]
+                    mine = self._bias[:, :num_keys][at if pad is None else at[pad].flatten()]
                 mine = mine.view(high - low, 1, -1, num_keys)
             where: slice | Tensor
             if tokens is not None:
@@ -662,8 +660,8 @@ class DecodingEngine:
             part = slice(low, min(low + chunk, len(slot)))
             head_began = clock() if clock else 0.0
             logits = self.model.logits(hidden[part])
-            if plan.guide is not None:
-                self._guide(logits, hidden, plan, part)
+            if plan.guide is not None and plan.guide_scale is not None:
+                self._guide(logits, hidden, plan.guide, plan.guide_scale, part)
             if clock and on_cpu:
                 self.forward_s += clock() - head_began
             hot = None if draws is None else draws[part]
@@ -679,18 +677,26 @@ class DecodingEngine:
         self.num_tokens += len(plan.token)
         return host[0].view(self._decoder.confidence_type), host[1].astype(np.int64)
 
-    def _guide(self, logits: Tensor, hidden: Tensor, plan: StepPlan, part: slice) -> None:
-        """Lead the logits of guided rows away from those of their second sequences, in place."""
-        assert plan.guide is not None
-        assert plan.guide_scale is not None
-        is_guided = plan.guide >= 0
+    def _guide(
+        self, logits: Tensor, hidden: Tensor, guide: Ints, scale: Floats, part: slice
+    ) -> None:
+        """Lead the logits of guided rows away from those of their second sequences, in place.
+
+        Args:
+            logits: Of a part of the masked positions.
+            hidden: Of all of them, then of the same positions in the second sequences.
+            guide: ``[c]`` as in the plan.
+            scale: ``[c]`` likewise.
+            part: Of the masked positions.
+        """
+        is_guided = guide >= 0
         guided = np.flatnonzero(is_guided[part])
         if len(guided) == 0:
             return
         at = self._upload(guided)
-        first = len(plan.masked) + int(is_guided[: part.start].sum())
+        first = len(guide) + int(is_guided[: part.start].sum())
         second = self.model.logits(hidden[first : first + len(guided)])
-        weight = self._upload(plan.guide_scale[part][guided] + 1).to(logits.dtype)[:, None]
+        weight = self._upload(scale[part][guided] + 1).to(logits.dtype)[:, None]
         logits[at] = second + weight * (logits[at] - second)
 
     def _read_out(

@@ -239,8 +239,8 @@ class KVCache(NamedTuple):
     """
 
     layers: tuple[Tensor, ...]
-    """Per layer ``[slots, max_len, 2 * n_kv_heads, head_dim]``: the rotated keys of a position, then
-    its values, so that one write serves both."""
+    """Per layer ``[slots, max_len, 2 * n_kv_heads, head_dim]``: the rotated keys of a position and
+    its values behind them, so that one write serves both."""
 
     @classmethod
     def allocate(
@@ -280,8 +280,8 @@ class PackedLayout(NamedTuple):
     """int64 ``[tokens]``, ``slot * max_len + position``; None = without a cache."""
     groups: tuple[AttentionGroup, ...]  #: cover the packed axis in order
     wanted: Tensor | None = None
-    """int64 ``[c]``, tokens whose hidden states are asked for, ascending; None = all. The last layer
-    computes no others."""
+    """int64 ``[c]``, tokens whose hidden states are asked for, ascending; None = all. The last
+    layer computes no others."""
     wanted_groups: tuple[AttentionGroup, ...] | None = None
     """Cover the wanted tokens in order, for a last layer with their queries alone; None = attention
     is for all tokens there too."""
@@ -590,6 +590,7 @@ class LLaDAModelLM(PreTrainedModel):
         what they were, as views, and moving the model undoes it. A LoRA that is not merged keeps
         its layers apart. While the model serves, do not give a parameter other data.
         """
+        block: Any
         for block in self.model.transformer.blocks:
             block.join_weights()
 
@@ -613,6 +614,7 @@ class LLaDAModelLM(PreTrainedModel):
         x = parts.wte(input_ids)
         rotary = self._rotary(layout.positions, x.dtype)
         top = len(parts.blocks) - 1
+        block: Any
         for number, block in enumerate(parts.blocks):
             layer = None if cache is None else cache.layers[number]
             x = block.forward_packed(x, rotary, layout, layer, last=number == top)

@@ -147,3 +147,27 @@ def test_gradients_reach_every_weight():
     net = LLaDAModelLM(config)
     net(torch.randint(0, 19, (2, 9))).logits.square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in net.parameters())
+
+
+def test_joined_weights_are_the_same_parameters_until_the_model_moves(model, tmp_path):
+    net = model("tiny_gqa")
+    net = type(net)(net.config).eval()
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    parameters = dict(net.named_parameters())
+    net.join_weights()
+    joined = [block.joined for block in net.model.transformer.blocks]
+    net.join_weights()
+    again = [block.joined for block in net.model.transformer.blocks]
+    assert all(
+        new.qkv is old.qkv and new.ff is old.ff for new, old in zip(again, joined, strict=True)
+    )
+    assert all(net.get_parameter(name) is value for name, value in parameters.items())
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in before.items())
+    with torch.no_grad():  # what is written into a parameter is in the product as well
+        net.model.transformer.blocks[0].v_proj.weight.fill_(2.0)
+    assert (joined[0].qkv[-1] == 2.0).all()
+    net.save_pretrained(tmp_path)
+    again = LLaDAModelLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(again[key], value) for key, value in net.state_dict().items())
+    net.double()
+    assert all(block.joined is None for block in net.model.transformer.blocks)
