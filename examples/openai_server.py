@@ -242,6 +242,7 @@ class Server(uvicorn.Server):
             port=args.port,
             http="h11",
             ws="none",
+            timeout_keep_alive=75,  # longer than clients keep theirs: they must not meet the end
             lifespan="on",
             log_level=args.log_level,
             access_log=args.log_level == "debug",
@@ -288,6 +289,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    if args.host not in LOOPBACK and args.api_key is None:
+        _log.warning("%s is not loopback and there is no %s: anybody may come", args.host, KEY)
     server = Server(built, args)
     server.run()
     return 1 if server.cut_off or server.lifespan.shutdown_failed else 0

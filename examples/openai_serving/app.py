@@ -31,6 +31,7 @@ Write = Callable[[Any], Awaitable[None]]
 MakePolicy = Callable[..., Policy]
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
+BODY_S = 30.0  # for a request's body to come
 HEALTH_S = 5.0  # a driver that has not answered until then is not well; its steps are shorter
 MAX_WATCHERS = 16
 GONE = 499  # nobody gets this answer: the client has hung up
@@ -110,7 +111,8 @@ def guarded(endpoint: Endpoint, api_key: str | None) -> Endpoint:
 
 
 def error_response(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
+    # In ASCII: what is wrong with a name may be that it is no text.
+    return Response(json.dumps(error.body), error.status, error.headers, "application/json")
 
 
 async def _on_api_error(_: Request, error: Exception) -> Response:
@@ -135,7 +137,8 @@ async def read_json(request: Request, limit: int) -> Any:
     """Read a body of at most ``limit`` bytes.
 
     Raises:
-        ApiError: 413 beyond the limit, 415 if it does not say that it is JSON, 400 if it is not.
+        ApiError: 413 beyond the limit, 408 after ``BODY_S``, 415 if it does not say that it is
+            JSON, 400 if it is not.
         ClientDisconnect: If the client hung up.
     """
     # A page of another site can send forms and plain text unasked, but not this.
@@ -143,14 +146,18 @@ async def read_json(request: Request, limit: int) -> Any:
         raise ApiError(415, "content-type must be application/json", None, "not_json")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", None, "body_too_large")
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > limit:
+    if not length.isdecimal() or int(length) > limit:
         raise too_large
     body = bytearray()
-    async with aclosing(request.stream()) as chunks:
-        async for chunk in chunks:
-            body += chunk
-            if len(body) > limit:
-                raise too_large
+    try:
+        async with asyncio.timeout(BODY_S), aclosing(request.stream()) as chunks:
+            async for chunk in chunks:
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        message = f"the body has not come within {BODY_S} seconds"
+        raise ApiError(408, message, None, "body_timeout") from None
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

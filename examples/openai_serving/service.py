@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import attrs
 
 from dllm_sched import ConfigError, Finished, FinishReason, Rejected, Scheduler
-from dllm_sched.runtime import AsyncDriver, Committed, Handle
+from dllm_sched.runtime import AsyncDriver, Committed, Handle, Provisional
 from dllm_sched_hf import D2FEngine, D2FRequest
 from openai_serving.text import Detokenizer, StopStrings, Text, provisional
 from openai_serving.wire import ApiError, Ask, Words, usage_of
@@ -183,7 +183,7 @@ class Service:
         """
         words = self._words(ask)
 
-        async def keep(choice: Choice, text: str, _: Any = None) -> None:
+        async def keep(choice: Choice, text: str, _: Provisional | None = None) -> None:
             choice.text += text
 
         choices = await self._serve(ask, words.id, keep, stream=bool(ask.stop))
@@ -199,7 +199,7 @@ class Service:
         words = self._words(ask)
         begun: set[int] = set()
 
-        async def send(choice: Choice, text: str, guess: Any = None) -> None:
+        async def send(choice: Choice, text: str, guess: Provisional | None = None) -> None:
             def role() -> bool:  # goes with the first chunk of every choice
                 first = choice.index not in begun
                 begun.add(choice.index)
@@ -208,7 +208,9 @@ class Service:
             if text:
                 await write(words.chunk(choice.index, text, role=role()))
             if guess is not None and ask.provisional:
-                await write(words.chunk(choice.index, role=role(), dllm=guess))
+                tokens = provisional(self.text.shown, guess.tokens)
+                shown = {"position": guess.position, "provisional": tokens}
+                await write(words.chunk(choice.index, role=role(), dllm=shown))
             if choice.reason:
                 end = {"reason": choice.reason, "dllm": choice.facts}
                 await write(words.chunk(choice.index, role=role(), **end))
@@ -262,16 +264,16 @@ class Service:
         async with aclosing(aiter(choice.handle)) as events:
             async for event in _failing_as_api_error(choice.handle, events):
                 if not isinstance(event, Committed):
-                    tokens = provisional(self.text.shown, event.tokens)
-                    await tell(choice, "", {"position": event.position, "provisional": tokens})
+                    await tell(choice, "", event)
                     continue
                 if choice.num_tokens == 0:
                     self._on_first_tokens(self.driver.clock() - began)
                 new = ""
-                for token in event.tokens:  # one by one, to count those up to a stop string
+                # One by one only where those up to a stop string are to be counted.
+                for tokens in zip(event.tokens) if stops.wanted else [event.tokens]:
                     if not stops.met:
-                        new += stops.feed(text.feed([token]))
-                        choice.num_tokens += 1
+                        new += stops.feed(text.feed(tokens))
+                        choice.num_tokens += len(tokens)
                 if new:
                     await tell(choice, new)
                 if stops.met:

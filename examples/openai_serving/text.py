@@ -121,6 +121,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
+        self.wanted = bool(stops)  #: whether there are any
         self._held = ""
         self.met = False  #: whether the text has come to its end
 

@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import importlib.util
 import json
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -406,6 +409,7 @@ BAD = [
     ("top_p", TEXT | {"top_p": 0.9}),
     ("tools", CHAT | {"tools": [{"type": "function"}]}),
     ("deadline", TEXT | {"deadline": 3}),
+    ("\ud800", TEXT | {"\ud800": 3}),
     ("messages", {"messages": []}),
     ("messages", {"messages": "hello"}),
     ("messages", {"messages": ["hello"]}),
@@ -432,6 +436,29 @@ def test_a_bad_field_is_400_and_named(live, field, body, stream):
     assert field in error["message"]
     assert error["code"]
     assert "cmpl-" not in error["message"], "no id of ours"
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+KNOWN = [field for field, _ in BAD]
+
+
+@given(
+    body=st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=5), anything, max_size=4),
+    base=st.sampled_from([TEXT, CHAT, {}]),
+    path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_body_holds_it_is_answered_or_refused(shared, body, base, path):
+    body = body | base | {"stream": False}
+    content = json.dumps(body, allow_nan=True)
+    answer = shared.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code in (200, 400, 404, 504), (body, answer.text)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["param"] is not None
 
 
 def test_fields_without_effect_and_nulls_are_taken(live):
@@ -474,6 +501,18 @@ def test_a_body_beyond_the_limit_is_413_whether_its_length_is_told_or_not(live):
         answer = live.http.post("/v1/completions", content=content, headers=headers)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_body_that_does_not_come_is_408(live, example, monkeypatch):
+    import openai_serving.app
+
+    monkeypatch.setattr(openai_serving.app, "BODY_S", 0.05)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += b"content-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+    url = httpx.URL(live.url)
+    with socket.create_connection((url.host, url.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
 def test_other_paths_and_methods_are_told_in_the_same_words(live):
@@ -597,6 +636,44 @@ def test_who_hangs_up_while_waiting_is_cancelled(live, stream, n):
     assert gone(live, "/v1/completions") == count + 1
 
 
+async def visit(client, rng):
+    """Ask like somebody in a hurry: stay to the end, or leave somewhere on the way."""
+    body = {
+        "prompt": rng.choice(PAIRS)[0],
+        "n": rng.choice([1, 1, 3]),
+        "stream": rng.random() < 0.8,
+    }
+    body |= rng.choice([{}, {"stop": "five"}, {"deadline_s": 0.05}, {"provisional": True}])
+    body["provisional"] = body.get("provisional", False) and body["stream"]
+    patience = rng.choice([0, 1, 3, 10, 10**6])  # lines
+    if not body["stream"] and patience < 10**6:
+        asking = asyncio.create_task(client.post("/v1/completions", json=body))
+        for _ in range(patience * 20):
+            await asyncio.sleep(0)  # some turns of the loop, not some time
+        asking.cancel()
+        return (await asyncio.gather(asking, return_exceptions=True))[0]
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for _ in response.aiter_lines():
+            patience -= 1
+            if patience < 0:
+                break
+        return response
+
+
+def test_a_crowd_that_comes_and_goes_leaves_nothing_behind(live):
+    async def crowd():
+        rng = random.Random(5)
+        async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE_S) as client:
+            return await asyncio.gather(*(visit(client, rng) for _ in range(80)))
+
+    seen = Counter(getattr(response, "status_code", None) for response in asyncio.run(crowd()))
+    assert set(seen) <= {200, 429, 504, None}
+    assert seen[200]
+    live.idle()
+    assert live.built.driver._feeds == {}
+    assert live.ask().json()["choices"][0]["text"] == ANSWER
+
+
 class Brake:
     """Lets an engine run some steps, and holds it inside of the next one."""
 
@@ -674,7 +751,9 @@ def test_who_hangs_up_in_the_middle_of_a_stream_is_cancelled(braked, n):
 
 
 def test_a_deadline_in_the_middle_of_a_stream_is_an_error_event(braked):
-    with paused_in_the_middle(braked, deadline_s=1.0) as lines:
+    with paused_in_the_middle(braked, deadline_s=5000) as lines:
+        braked.built.driver.clock._offset_s += 5000
+        assert braked.http.get("/state").status_code == 200  # whatever wakes the driver
         *_, error, last = lines
     assert json.loads(error)["error"]["code"] == "deadline"
     assert last == "[DONE]"
@@ -898,6 +977,21 @@ def test_a_driver_that_has_ended_is_503_and_not_healthy(example):
         assert live.http.get("/state").status_code == 503
         assert live.http.get("/state/stream").status_code == 503
         assert live.post("/policy", name="per_request").status_code == 503
+    finally:
+        live.close()
+
+
+def test_a_model_by_its_path_has_its_own_tokenizer_and_template(example):
+    options = ["--model", str(box.box_model_dir()), "--lora", str(box.box_lora_dir())]
+    options += ["--served-name", "mine", "--block-length", "8", "--max-tokens", "48"]
+    live = Live(example, *options, "--skip-threshold", "0.999")
+    try:
+        chat = live.openai.chat.completions.create(
+            model="mine", messages=[{"role": "user", "content": ASKED}]
+        )
+        assert chat.choices[0].message.content == ANSWER
+        raw = f"{box.task.BOS}{ASKED}{box.task.EOT}"
+        assert live.ask(raw).json()["choices"][0]["text"] == ANSWER, "no template for completions"
     finally:
         live.close()
 
