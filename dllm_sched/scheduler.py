@@ -762,6 +762,11 @@ class Scheduler:
         """Sum of the running rows' ``max_tokens``, as in ``stats``."""
         return self._running.tokens
 
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be in flight at a time."""
+        return self._max_in_flight
+
     def has_work(self) -> bool:
         """Whether a request is active, or an ending still has to be told. O(1)."""
         return bool(self._views or self._finished or self._released or self._zombies)

@@ -3,7 +3,13 @@
 from dllm_sched.runtime.aio import AsyncDriver, Committed, Handle, Provisional
 from dllm_sched.runtime.clocks import Clock, MonotonicClock, VirtualClock
 from dllm_sched.runtime.driver import Driver, RunReport
-from dllm_sched.runtime.engine import Engine, Progress, StepFailedError, StreamingEngine
+from dllm_sched.runtime.engine import (
+    Engine,
+    PipelinedEngine,
+    Progress,
+    StepFailedError,
+    StreamingEngine,
+)
 from dllm_sched.runtime.inbox import Inbox
 
 __all__ = [
@@ -15,6 +21,7 @@ __all__ = [
     "Handle",
     "Inbox",
     "MonotonicClock",
+    "PipelinedEngine",
     "Progress",
     "Provisional",
     "RunReport",

@@ -10,13 +10,13 @@ import logging
 import math
 import signal
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import attrs
 
@@ -33,7 +33,7 @@ from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, DllmSchedError, EngineProtocolError, OutcomeError
 from dllm_sched.request import Request, RequestStatus
 from dllm_sched.runtime.clocks import Clock, MonotonicClock
-from dllm_sched.runtime.engine import Engine, StepFailedError
+from dllm_sched.runtime.engine import Engine, PipelinedEngine, StepFailedError
 from dllm_sched.runtime.inbox import Inbox
 from dllm_sched.runtime.watchdog import OnStuck, Watchdog
 from dllm_sched.scheduler import Scheduler
@@ -104,13 +104,17 @@ class Driver:
       step restarts from nothing. A request that restarted ``max_restarts`` times fails instead,
       with the error as its ``Finished.error``; so a step that always fails ends.
 
+    With ``Scheduler(max_in_flight=2)`` the next step is planned and launched while one runs
+    (``PipelinedEngine``): what the scheduler, the callbacks and the driver take is hidden behind
+    the forward. Steps complete in order, and one that fails takes the one behind it with it.
+
     An exception from anywhere else (a policy, a callback, the arrivals) leaves ``run`` and is set
     on every future that has not ended. What ``submit`` and ``call`` meet ends their own future
     only.
 
     Args:
         scheduler: Used by this driver alone from now on.
-        engine: Runs the steps.
+        engine: Runs the steps; a ``PipelinedEngine`` if the scheduler runs ahead.
         clock: Seconds for the scheduler; default: a ``MonotonicClock``. With a ``VirtualClock``
             nobody sleeps, and the engine advances it by its service time.
         on_update: Called with every ``Update`` of the scheduler, in order, in the thread of
@@ -120,16 +124,16 @@ class Driver:
             is released: who finished is still in its slot. Likewise.
         max_restarts: Restarts of one request after failed steps, >= 0. Those that come with a
             lower ``max_num_seqs`` do not count: they end when there is one row.
-        step_timeout_s: Host seconds after which a call of ``engine.run`` counts as stuck, > 0;
-            ``inf``: never. Nothing can end it from outside; ``on_stuck`` can tell, or end the
-            process.
+        step_timeout_s: Host seconds after which a call of ``engine.run`` (or ``launch``, or
+            ``collect``) counts as stuck, > 0; ``inf``: never. Nothing can end it from outside;
+            ``on_stuck`` can tell, or end the process.
         on_stuck: Called with the batch and the seconds it has been running, once for each stuck
             step, in a thread of its own: of scheduler and driver it may call only what any thread
             may. What it raises is logged. Default: a warning in the log.
 
     Raises:
-        ConfigError: If ``max_restarts`` is negative or not an int, or ``step_timeout_s`` or
-            ``on_stuck`` is of no use.
+        ConfigError: If ``max_restarts`` is negative or not an int, ``step_timeout_s`` or
+            ``on_stuck`` is of no use, or the scheduler runs ahead and the engine cannot.
     """
 
     def __init__(
@@ -149,11 +153,22 @@ class Driver:
             raise ConfigError(f"Driver: max_restarts must be an int >= 0, got {max_restarts!r}")
         self._scheduler = scheduler
         self._engine = engine
+        self._pipelined = cast("PipelinedEngine", engine)  # if the scheduler runs ahead
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._on_update = on_update
         self._on_rejected = on_rejected
         self._on_step = on_step
         self._max_restarts = max_restarts
+        self._depth = scheduler.max_in_flight
+        for name in ("launch", "collect") if self._depth > 1 else ():
+            if not callable(getattr(engine, name, None)):
+                raise ConfigError(
+                    f"Driver: max_in_flight={self._depth} of the scheduler needs an engine with "
+                    f"launch and collect, but {type(engine).__name__} has no {name}: give the "
+                    "scheduler max_in_flight=1"
+                )
+        # In flight, the oldest first; why one never took off, if it did not.
+        self._flights: deque[tuple[StepBatch, Exception | None]] = deque()
         self._watchdog: Watchdog | None = None
         if step_timeout_s != math.inf:
             self._watchdog = Watchdog(step_timeout_s, on_stuck)
@@ -342,7 +357,7 @@ class Driver:
         return self.report()
 
     def _serve(self, arrivals: Iterable[Arrival] | None) -> None:
-        scheduler, clock, inbox = self._scheduler, self._clock, self._inbox
+        clock, inbox = self._clock, self._inbox
         coming = iter(()) if arrivals is None else _in_order(arrivals)
         arrival = next(coming, None)
         while True:
@@ -355,21 +370,31 @@ class Driver:
                 arrival = None
                 self._drain()
 
-            self._turn_to(_SCHEDULER)
-            update = scheduler.next_step(now=clock())
-            self._turn_to(_OTHER)
-            self._tell(update)
-            if update.batch is not None:
-                self._step(update.batch)
-            elif self._draining and not scheduler.has_work():
+            wake_at = self._plan()
+            if self._flights:
+                if wake_at > -math.inf or len(self._flights) == self._depth:
+                    self._land()
+            elif self._draining and not self._scheduler.has_work():
                 return
             else:
-                until = update.wake_at
                 if arrival is not None:
-                    until = min(until, self._due(arrival))
+                    wake_at = min(wake_at, self._due(arrival))
                 self._turn_to(_WAIT)
-                inbox.wait(until)
+                inbox.wait(wake_at)
                 self._turn_to(_OTHER)
+
+    def _plan(self) -> float:
+        """Plan and launch a step; return when to try for the next: at once (``-inf``), or later."""
+        if self._flights and self._flights[-1][1] is not None:
+            return math.inf  # the last one never took off: first that is told
+        self._turn_to(_SCHEDULER)
+        update = self._scheduler.next_step(now=self._clock())
+        self._turn_to(_OTHER)
+        self._tell(update)
+        if update.batch is None:
+            return update.wake_at
+        self._launch(update.batch)
+        return -math.inf
 
     def _due(self, arrival: Arrival) -> float:
         return self._started_at + arrival[0]
@@ -381,32 +406,62 @@ class Driver:
             self._spent[self._part] += now - self._since
             self._part, self._since = part, now
 
-    def _step(self, batch: StepBatch) -> None:
+    def _launch(self, batch: StepBatch) -> None:
+        """Let a step take off; with one in flight at a time, ``run`` does so where it lands."""
         self._num_steps += 1
-        self._turn_to(_ENGINE)
-        try:
-            if self._watchdog is None:
-                outcome = self._engine.run(batch)
-            else:
-                with self._watchdog.watching(batch):
-                    outcome = self._engine.run(batch)
-        except Exception as error:  # noqa: BLE001 - whatever it is, no request is lost
+        error: Exception | None = None
+        if self._depth > 1:
+            self._turn_to(_ENGINE)
+            try:
+                with self._watching(batch):
+                    self._pipelined.launch(batch)
+            except Exception as caught:  # noqa: BLE001 - told when its turn comes
+                error = caught
             self._turn_to(_OTHER)
+        self._flights.append((batch, error))
+
+    def _land(self) -> None:
+        """Complete the oldest step in flight. If it failed, so has the one behind it."""
+        batch, error = self._flights.popleft()
+        if error is None:
+            self._turn_to(_ENGINE)
+            try:
+                with self._watching(batch):
+                    outcome = (
+                        self._engine.run(batch) if self._depth == 1 else self._pipelined.collect()
+                    )
+            except Exception as caught:  # noqa: BLE001 - whatever it is, no request is lost
+                error = caught
+        if error is not None:
+            self._turn_to(_OTHER)
+            self._flights.clear()
             self._recover(batch, error)
             return
         self._turn_to(_SCHEDULER)
         try:
             update = self._scheduler.complete_step(batch, outcome, now=self._clock())
-        except Exception as error:
-            if isinstance(error, DllmSchedError) and not isinstance(error, OutcomeError):
+        except Exception as caught:
+            if isinstance(caught, DllmSchedError) and not isinstance(caught, OutcomeError):
                 raise
             self._turn_to(_OTHER)
-            self._recover(batch, error)  # values of such a kind that to look at them raised
+            self._void()
+            self._recover(batch, caught)  # values of such a kind that to look at them raised
             return
         self._turn_to(_OTHER)
         if self._on_step is not None:
             self._on_step(batch, outcome)
         self._tell(update)
+
+    def _void(self) -> None:
+        """Wait for steps whose outcome does not count, because the one before them does not."""
+        while self._flights:
+            _, error = self._flights.popleft()
+            if error is None:
+                with suppress(Exception):
+                    self._pipelined.collect()
+
+    def _watching(self, batch: StepBatch) -> AbstractContextManager[None]:
+        return nullcontext() if self._watchdog is None else self._watchdog.watching(batch)
 
     def _ask(self, method: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         self._turn_to(_SCHEDULER)

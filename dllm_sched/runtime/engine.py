@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from dllm_sched.batch import Released, StepBatch, StepOutcome
 
-__all__ = ["Engine", "Progress", "StepFailedError", "StreamingEngine"]
+__all__ = ["Engine", "PipelinedEngine", "Progress", "StepFailedError", "StreamingEngine"]
 
 
 class Engine(Protocol):
@@ -25,6 +25,26 @@ class Engine(Protocol):
 
     def release(self, released: Sequence[Released]) -> None:
         """Take slots back, before the step in which they may be given again."""
+
+
+class PipelinedEngine(Engine, Protocol):
+    """An engine that takes a step while one runs; ``run`` is ``launch``, then ``collect``.
+
+    At most two steps are launched at a time. The later one may name rows that end in the earlier
+    one: they are let be. ``release`` may come while a step runs that has none of the slots.
+    """
+
+    def launch(self, batch: StepBatch) -> None:
+        """Take a step and do as much of it as can be done without waiting for the device.
+
+        An exception means that the step was not taken; the one before it is not concerned.
+        """
+
+    def collect(self) -> StepOutcome:
+        """Wait for the oldest step and say what happened in it, as ``run`` does.
+
+        An exception means that nobody advanced in it, and that the step behind it is forgotten.
+        """
 
 
 class Progress(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from zlib import crc32
@@ -64,14 +65,14 @@ class FakeEngine:
     Args:
         max_num_seqs: Slots, >= 1.
         steps: Steps that a request takes, >= 1; default: ``fake_steps``.
-        fail_at: Exceptions to raise by number of the call of ``run``, from 0, instead of a step.
+        fail_at: Exceptions to raise by number of the step, from 0, instead of running it.
         poison: Own steps, from 1, at which requests fail alone, by id.
         report_masked: Fill ``StepOutcome.masked_remaining``.
         service_s: Seconds that a step takes; advances ``clock``.
         clock: A virtual clock; given together with ``service_s``.
 
     Attributes:
-        num_runs: Calls of ``run`` so far, those that raised included.
+        num_runs: Steps so far, those that raised included.
 
     Raises:
         ConfigError: If an argument is out of its range.
@@ -93,6 +94,7 @@ class FakeEngine:
         if (service_s is None) != (clock is None):
             raise ConfigError("FakeEngine: give service_s and clock together, or neither")
         self.num_runs = 0
+        self._launched: deque[StepBatch] = deque()
         self._steps = steps
         self._fail_at = fail_at or {}
         self._poison = poison or {}
@@ -116,6 +118,13 @@ class FakeEngine:
                 be resumed whose progress was not kept. Nobody has advanced then.
             Exception: What ``fail_at`` has for this call.
         """
+        if self._launched:
+            raise EngineProtocolError(
+                f"run: step {self._launched[0].step_id} was launched: collect it first"
+            )
+        return self._run(batch)
+
+    def _run(self, batch: StepBatch) -> StepOutcome:
         number = self.num_runs
         self.num_runs += 1
         if number in self._fail_at:
@@ -141,6 +150,34 @@ class FakeEngine:
             tuple(event for event in events if isinstance(event, RowFailed)),
             masked,
         )
+
+    def launch(self, batch: StepBatch) -> None:
+        """Take a step; it runs when it is collected. O(1).
+
+        Raises:
+            EngineProtocolError: If two are on their way. The step was not taken then.
+        """
+        if len(self._launched) == 2:
+            raise EngineProtocolError(
+                f"launch: steps {self._launched[0].step_id} and {self._launched[1].step_id} are on "
+                "their way: collect one"
+            )
+        self._launched.append(batch)
+
+    def collect(self) -> StepOutcome:
+        """Run the oldest step that was launched.
+
+        Raises:
+            EngineProtocolError: If there is none.
+            Exception: As ``run``; the step behind it is forgotten then.
+        """
+        if not self._launched:
+            raise EngineProtocolError("collect: no step was launched")
+        try:
+            return self._run(self._launched.popleft())
+        except Exception:
+            self._launched.clear()
+            raise
 
     def release(self, released: Sequence[Released]) -> None:
         """Take slots back; keep the progress of rows that will resume it. O(released)."""
