@@ -35,6 +35,7 @@ from dllm_sched.request import Request, RequestStatus
 from dllm_sched.runtime.clocks import Clock, MonotonicClock
 from dllm_sched.runtime.engine import Engine, PipelinedEngine, StepFailedError
 from dllm_sched.runtime.inbox import Inbox
+from dllm_sched.runtime.limit import RowLimit
 from dllm_sched.runtime.watchdog import OnStuck, Watchdog
 from dllm_sched.scheduler import Scheduler
 
@@ -99,7 +100,9 @@ class Driver:
     If the engine fails a step, no request is lost:
 
     * ``StepFailedError``: its rows restart or fail as it says, and the scheduler's
-      ``max_num_seqs`` goes down to its limit, never below 1, for the rest of the run.
+      ``max_num_seqs`` goes down to its limit, never below 1. After ``recover_steps`` steps that
+      filled that limit and went well it goes up by one, and so on, up to where it was; if one does
+      not fit again, the next row takes twice as many. The log says why.
     * Any other exception, or an outcome or a ``StepFailedError`` that cannot be: every row of the
       step restarts from nothing. A request that restarted ``max_restarts`` times fails instead,
       with the error as its ``Finished.error``; so a step that always fails ends.
@@ -124,6 +127,8 @@ class Driver:
             is released: who finished is still in its slot. Likewise.
         max_restarts: Restarts of one request after failed steps, >= 0. Those that come with a
             lower ``max_num_seqs`` do not count: they end when there is one row.
+        recover_steps: Good steps before a lowered ``max_num_seqs`` goes up by one again, >= 1;
+            None = it stays down.
         step_timeout_s: Host seconds after which a call of ``engine.run`` (or ``launch``, or
             ``collect``) counts as stuck, > 0; ``inf``: never. Nothing can end it from outside;
             ``on_stuck`` can tell, or end the process.
@@ -132,8 +137,8 @@ class Driver:
             may. What it raises is logged. Default: a warning in the log.
 
     Raises:
-        ConfigError: If ``max_restarts`` is negative or not an int, ``step_timeout_s`` or
-            ``on_stuck`` is of no use, or the scheduler runs ahead and the engine cannot.
+        ConfigError: If ``max_restarts``, ``recover_steps``, ``step_timeout_s`` or ``on_stuck`` is
+            of no use, or the scheduler runs ahead and the engine cannot.
     """
 
     def __init__(
@@ -146,6 +151,7 @@ class Driver:
         on_rejected: Callable[[Request, Rejected], object] | None = None,
         on_step: Callable[[StepBatch, StepOutcome], object] | None = None,
         max_restarts: int = 1,
+        recover_steps: int | None = 64,
         step_timeout_s: float = math.inf,
         on_stuck: OnStuck | None = None,
     ) -> None:
@@ -159,6 +165,7 @@ class Driver:
         self._on_rejected = on_rejected
         self._on_step = on_step
         self._max_restarts = max_restarts
+        self._limit = RowLimit(recover_steps)
         self._depth = scheduler.max_in_flight
         for name in ("launch", "collect") if self._depth > 1 else ():
             if not callable(getattr(engine, name, None)):
@@ -451,6 +458,8 @@ class Driver:
         if self._on_step is not None:
             self._on_step(batch, outcome)
         self._tell(update)
+        if self._limit.is_lowered:
+            self._raise_limit(len(batch.rows))
 
     def _void(self) -> None:
         """Wait for steps whose outcome does not count, because the one before them does not."""
@@ -611,7 +620,9 @@ class Driver:
             if wrong is None:
                 fates |= {slot: RowFate.RESTART for slot in slots if slot in error.restart}
                 fates |= {slot: RowFate.FAIL for slot in slots if slot in error.fail}
-                capacity = self._lowered(error.max_num_seqs)
+                capacity = self._limit.lower(self._scheduler.capacity, error.max_num_seqs)
+                if capacity is not None and not self._suits(capacity):
+                    capacity = None
             else:
                 _log.warning("StepFailedError counts as any exception: %s", wrong)
         if not fates and capacity is None:
@@ -632,6 +643,7 @@ class Driver:
         )
         self._tell(self._ask(self._scheduler.fail_step, batch, error, rows=fates))
         if capacity is not None:
+            self._limit.lowered(self._scheduler.capacity, capacity)
             self._tell(self._ask(self._scheduler.set_capacity, capacity))
 
     def _restart_or_fail(self, request_id: str) -> RowFate:
@@ -641,18 +653,22 @@ class Driver:
         self._restarts[request_id] = restarts + 1
         return RowFate.RESTART
 
-    def _lowered(self, max_num_seqs: int | None) -> Capacity | None:
-        """The capacity with fewer rows, or None if that is no change or the policy refuses it."""
-        capacity = self._scheduler.capacity
-        if max_num_seqs is None or max(1, max_num_seqs) >= capacity.max_num_seqs:
-            return None
-        capacity = attrs.evolve(capacity, max_num_seqs=max(1, max_num_seqs))
+    def _suits(self, capacity: Capacity) -> bool:
+        """Whether the policy can do with it."""
         try:
             self._scheduler.policy.validate(capacity)
         except ConfigError as error:
             _log.warning("the capacity stays: %s", error)
-            return None
-        return capacity
+            return False
+        return True
+
+    def _raise_limit(self, num_rows: int) -> None:
+        """Give a row back after enough steps that went well under a lowered limit."""
+        capacity = self._limit.step(num_rows, self._scheduler.capacity)
+        if capacity is not None and self._suits(capacity):
+            self._limit.raised()
+            _log.info("steps fit again: from here on at most %d rows", capacity.max_num_seqs)
+            self._tell(self._ask(self._scheduler.set_capacity, capacity))
 
 
 def _wrong(error: StepFailedError, slots: Sequence[int]) -> str | None:
