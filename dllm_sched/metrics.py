@@ -141,7 +141,7 @@ class Metrics:
 
         self._planned_at: dict[int, float] = {}  # steps in flight
         self._completed_at = float("-inf")
-        self._sent_back: set[str] = set()  # waiting again
+        self._sent_back: set[str] = set()  # active requests that were preempted
         self._progress: dict[str, tuple[int, int]] = {}  # (blocks, steps) at the last boundary
         self._hear: dict[type[Any], Callable[[Any], None]] = {
             RequestSubmitted: self._on_submitted,
@@ -222,9 +222,7 @@ class Metrics:
         counts[reason] = counts.get(reason, 0) + 1
 
     def _on_joined(self, event: RequestJoined) -> None:
-        if event.request_id in self._sent_back:
-            self._sent_back.discard(event.request_id)
-        else:
+        if event.request_id not in self._sent_back:
             self._wait_s.observe(event.waited_s)
 
     def _on_preempted(self, event: RequestPreempted) -> None:
@@ -265,7 +263,6 @@ class Metrics:
     def _on_failed(self, event: StepFailed) -> None:
         self._failed_steps += 1
         self._planned_at.clear()  # the one planned meanwhile is void as well
-        self._completed_at = event.at
 
     def _on_policy(self, event: PolicySet) -> None:
         self._swaps += 1

@@ -16,6 +16,7 @@ from dllm_sched import (
     FixedCanvas,
     Policy,
     Request,
+    RowFailed,
     RowFate,
     RowFinished,
     Scheduler,
@@ -23,7 +24,7 @@ from dllm_sched import (
     presets,
 )
 from dllm_sched.metrics import Metrics
-from dllm_sched.policies import Admission, MaxWaiting, Slots
+from dllm_sched.policies import Admission, MaxWaiting, Slots, StepCap
 from dllm_sched.runtime import Driver, RunReport, VirtualClock
 from dllm_sched.testing import FakeEngine
 
@@ -136,6 +137,28 @@ def test_blocks_crossed_together_share_their_steps():
     bench.step(6.0, 7.0, boundaries=(BlockBoundary(0, 2, 24),), finished=(RowFinished(0, LENGTH),))
     assert bench.histogram("block_steps") == (7.0, 2, {"4.0": 2})
     assert bench.value("blocks_total") == 2
+
+
+def test_each_block_counts_its_own_steps_and_a_boundary_told_again_is_none():
+    bench = Bench()
+    bench.submit("a")
+    first, second = BlockBoundary(0, 1, 16), BlockBoundary(0, 2, 24)
+    for number, outcome in enumerate([(), (), (first,), (first,), (second,)]):
+        bench.step(number, number + 1, boundaries=outcome)
+    assert bench.histogram("block_steps") == (5.0, 2, {"2.0": 1, "4.0": 1})
+    assert bench.value("blocks_total") == 2
+    assert bench.scheduler.stats().num_blocks == 2
+
+
+def test_a_request_that_its_step_cap_ends_counts_and_one_that_fails_does_not():
+    bench = Bench(policy=Policy(eviction=StepCap(3)))
+    bench.submit("a", "b")
+    bench.step(0.0, 1.0, failed=(RowFailed(1, ValueError("bad row")),))
+    for number in (1.0, 2.0):
+        bench.step(number, number + 1)
+    assert bench.value("requests_finished_total", reason="max_steps") == 1
+    assert bench.value("requests_finished_total", reason="error") == 1
+    assert bench.histogram("request_steps") == (3, 1, {"4.0": 1})
 
 
 def test_a_step_planned_while_one_runs_begins_when_that_one_has_ended():
