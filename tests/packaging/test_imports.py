@@ -41,6 +41,7 @@ def imports(tree: ast.AST) -> set[str]:
     ("package", "banned"),
     [
         ("dllm_sched", "numpy torch transformers asyncio multiprocessing concurrent ssl socket"),
+        ("dllm_sched", "prometheus_client"),
         ("dllm_sched_hf", "numpy torch transformers peft asyncio multiprocessing ssl socket"),
     ],
 )
@@ -87,8 +88,16 @@ def test_no_package_named_adapters_is_ours():
     assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers", "peft"])
-def test_adapter_without_its_extra_says_what_to_install(missing):
+@pytest.mark.parametrize(
+    ("extra", "missing", "use"),
+    [
+        *(("hf", name, "dllm_sched_hf.load_model") for name in ("torch", "transformers", "peft")),
+        ("metrics", "prometheus_client", "dllm_sched.metrics"),
+        ("sim", "numpy", "dllm_sched.sim"),
+    ],
+)
+def test_without_its_extra_it_says_what_to_install(extra, missing, use):
+    module, _, name = use.partition(".")
     code = f"""
 import sys
 
@@ -98,12 +107,12 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Missing())
-import dllm_sched_hf
+import {module}
 try:
-    dllm_sched_hf.load_model
+    from {module} import {name}
 except ImportError as error:
     print(error)
 """
     message = run(code)
-    assert "dllm-sched[hf]" in message
-    assert missing in message
+    assert f"dllm-sched[{extra}]" in message
+    assert missing.replace("_", "-") in message
