@@ -1,6 +1,7 @@
-"""LLaDA on transformers and PEFT: batched denoising steps for ``dllm_sched``.
+"""LLaDA and DiffusionGemma on transformers: batched denoising steps for ``dllm_sched``.
 
-Three decoders behind one engine: D2F, Fast-dLLM, and plain LLaDA generation.
+Three decoders behind one engine: D2F, Fast-dLLM, and plain LLaDA generation. Beside it, an engine
+for DiffusionGemma as transformers has it.
 
 Importing this package is cheap; torch comes in with the first name that needs it.
 """
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dllm_sched_hf.decoder import Commits, Decoder, DecodeRequest, StepPlan
+    from dllm_sched_hf.diffusion_gemma import DiffusionGemmaEngine, DiffusionGemmaRequest
     from dllm_sched_hf.engine import (
         D2FEngine,
         D2FOutput,
@@ -37,6 +39,8 @@ __all__ = [
     "DecodeRequest",
     "Decoder",
     "DecodingEngine",
+    "DiffusionGemmaEngine",
+    "DiffusionGemmaRequest",
     "FastDLLMEngine",
     "FastDLLMRequest",
     "LLaDAConfig",
@@ -54,6 +58,8 @@ _MODULES = {
     "Commits": "decoder",
     "DecodeRequest": "decoder",
     "Decoder": "decoder",
+    "DiffusionGemmaEngine": "diffusion_gemma",
+    "DiffusionGemmaRequest": "diffusion_gemma",
     "StepPlan": "decoder",
     "LLaDAConfig": "modeling_llada",
     "LLaDAModelLM": "modeling_llada",

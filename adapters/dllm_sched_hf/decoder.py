@@ -37,6 +37,7 @@ __all__ = [
     "Decoder",
     "Floats",
     "Ints",
+    "PromptRequest",
     "StepPlan",
     "as_tuple",
     "check_field",
@@ -59,7 +60,14 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
 _MAX_TOKEN_ID = 2**31 - 1  # of any vocabulary; the engine knows the model's
 
 _POSITIVE = (5e-324, 1e6, "above 0 and up to 1e6")
-_SPANS = {"cfg_scale": (0.0, 1e6, "in [0, 1e6]"), "factor": _POSITIVE}
+_SPANS = {
+    "cfg_scale": (0.0, 1e6, "in [0, 1e6]"),
+    "confidence_threshold": _POSITIVE,
+    "entropy_bound": _POSITIVE,
+    "factor": _POSITIVE,
+    "t_max": (MIN_TEMPERATURE, MAX_TEMPERATURE, f"in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"),
+    "t_min": (0.0, MAX_TEMPERATURE, f"in [0, {MAX_TEMPERATURE:g}]"),
+}
 _UNIT = (0.0, 1.0, "in [0, 1]")
 
 
@@ -155,7 +163,7 @@ def check_field(request: Request, field: attrs.Attribute[Any], value: object) ->
     check_setting(f"request {request.id!r}", field.name, value)
 
 
-def _num_tokens(request: DecodeRequest) -> int:
+def _num_tokens(request: PromptRequest) -> int:
     # At least one: what is wrong with an empty prompt is told by its own validator.
     return max(1, len(request.prompt)) if isinstance(request.prompt, tuple) else 1
 
@@ -179,15 +187,13 @@ def _check_seed(request: Request, field: attrs.Attribute[int], value: object) ->
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class DecodeRequest(Request):
-    """A request with its prompt and what every decoder knows; each adds its own settings.
+class PromptRequest(Request):
+    """A request with its prompt, its seed and its end, whatever decodes it.
 
     Attributes:
         prompt: Token ids of the vocabulary, at least one, none of them the mask id.
         prompt_len: Derived from ``prompt``.
-        seed: Key of this request's draws, int64; matters only at ``temperature`` > 0.
-        temperature: Divides the logits before a token is drawn; 0 = the most probable token.
-            Otherwise in [0.001, 1e6], which float32 survives.
+        seed: Key of this request's draws, int64.
         stop_token_ids: Ids of the vocabulary that end the answer, at most 256 of them and not the
             mask id; None = the engine's.
         truncate_at_stop: Finish as soon as everything before the first stop id is committed, and
@@ -200,11 +206,25 @@ class DecodeRequest(Request):
     prompt: tuple[int, ...] = attrs.field(converter=as_tuple, validator=_check_prompt, repr=False)
     prompt_len: int = attrs.field(init=False, default=attrs.Factory(_num_tokens, takes_self=True))
     seed: int = attrs.field(default=0, validator=_check_seed)
-    temperature: float = attrs.field(default=0.0, validator=check_field)
     stop_token_ids: tuple[int, ...] | None = attrs.field(
         default=None, converter=as_tuple, validator=_check_stop_ids
     )
     truncate_at_stop: bool = attrs.field(default=True, validator=check_flag)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DecodeRequest(PromptRequest):
+    """A request with what every decoder knows; each adds its own settings.
+
+    Attributes:
+        temperature: Divides the logits before a token is drawn; 0 = the most probable token, and
+            ``seed`` does not matter. Otherwise in [0.001, 1e6], which float32 survives.
+
+    Raises:
+        ConfigError: If a field is out of its range; names the field.
+    """
+
+    temperature: float = attrs.field(default=0.0, validator=check_field)
 
 
 # -- one step
