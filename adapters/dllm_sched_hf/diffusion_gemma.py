@@ -217,7 +217,7 @@ class _SlotCache:
 
     def save(self, slot: int, length: int) -> list[tuple[Tensor, ...]]:
         """Copy a slot's ``length`` tokens to the host."""
-        return [tuple(t[slot, :, :length].cpu() for t in pair) for pair in self.layers]
+        return [tuple(_to_host(t[slot, :, :length]) for t in pair) for pair in self.layers]
 
     def restore(self, slot: int, saved: list[tuple[Tensor, ...]]) -> None:
         """Put back what :meth:`save` took; any slot will do."""
@@ -534,8 +534,8 @@ class DiffusionGemmaEngine:
                 self._kept[row.request] = _Kept(
                     row,
                     self._cache.save(gone.slot, row.num_cached),
-                    self._canvas[gone.slot].cpu(),
-                    self._conditioning[gone.slot].cpu(),
+                    _to_host(self._canvas[gone.slot]),
+                    _to_host(self._conditioning[gone.slot]),
                 )
 
     # -- joining and selecting
@@ -644,9 +644,9 @@ class DiffusionGemmaEngine:
         slots, start = _column(rows, "slot"), _column(rows, "num_cached")
         count = np.array([len(row.tokens) for row in rows]) - start
         column = np.arange(int(count.max()))
-        # Padding repeats the row's last token, where it stands; as a key it is nowhere.
+        # Padding repeats the row's last token, where it stands; as a key it comes after all.
         query = start[:, None] + np.minimum(column, count[:, None] - 1)
-        fresh = np.where(column < count[:, None], start[:, None] + column, -1)
+        fresh = start[:, None] + column
         token = [[row.tokens[at] for at in ats] for row, ats in zip(rows, query, strict=True)]
         position = self._upload(query)
         masks = {}
@@ -760,7 +760,7 @@ class DiffusionGemmaEngine:
             return False
         row.tokens += draft.tolist()
         row.num_canvases += 1
-        row.step = row.num_same = 0
+        row.step = 0
         row.draft = None
         if np.isin(draft, row.stop_ids).any():
             row.stop_step = row.num_steps
@@ -835,3 +835,7 @@ def _check_model(model: Any) -> None:
 
 def _column(rows: list[_Tenant], name: str) -> Ints:
     return np.array([getattr(row, name) for row in rows], np.int64)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True)  # a copy also if it is there already
