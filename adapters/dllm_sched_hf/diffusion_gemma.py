@@ -55,6 +55,7 @@ from dllm_sched.batch import (
 from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.request import FinishReason, Phase, Request
+from dllm_sched.runtime.engine import Progress
 from dllm_sched_hf.decoder import (
     Bools,
     Ints,
@@ -160,11 +161,6 @@ class _Tenant:
     draft: Ints | None = None  #: these tokens
     num_steps: int = 0
     stop_step: int = 0  #: 0 = no stop id yet
-
-    def answer(self) -> Ints:
-        """Return the tokens of finished canvases, as many as were asked for."""
-        start = self.request.prompt_len
-        return np.array(self.tokens[start : start + self.request.max_new_tokens], np.int64)
 
 
 # -- the cache
@@ -449,10 +445,11 @@ class DiffusionGemmaEngine:
         """
         return Capacity(max_num_seqs=self.max_num_seqs, window_blocks=2)
 
-    def committed(self, slot: int) -> tuple[int, ...]:
-        """Return the tokens of the row's finished canvases, for streaming.
+    def progress(self, slot: int, start: int = 0) -> Progress:
+        """Say how the row's answer stands from position ``start`` of it on, for streaming.
 
-        Cut like the final answer will be; each call returns an extension of the one before.
+        Cut like the final answer will be. Committed are the finished canvases; provisional are the
+        most probable tokens of the open one, once it has made a step. O(answer).
 
         Raises:
             ConfigError: If this engine has no such slot.
@@ -462,10 +459,13 @@ class DiffusionGemmaEngine:
             raise ConfigError(
                 f"slot must be an int in 0..{self.max_num_seqs - 1}, got {shown(slot)}"
             )
-        tenant = self._tenants[slot]
-        if tenant is None:
+        row = self._tenants[slot]
+        if row is None:
             raise EngineProtocolError(f"slot {slot}: holds no row; ask between join and release")
-        return self._cut(tenant)[0]
+        committed, _ = self._cut(row, row.tokens)
+        draft = [] if row.draft is None else row.draft.tolist()
+        whole, _ = self._cut(row, row.tokens + draft)
+        return Progress(committed[start:], whole[max(start, len(committed)) :])
 
     # -- the step protocol
 
@@ -770,23 +770,24 @@ class DiffusionGemmaEngine:
         """Return the row's finish if it holds a stop id, or all its canvases."""
         if not row.stop_step and row.num_canvases < row.request.max_blocks:
             return None
-        tokens, stopped = self._cut(row)
+        tokens, stopped = self._cut(row, row.tokens)
         return RowFinished(
             row.slot,
             FinishReason.EOS if stopped else FinishReason.LENGTH,
             DecodeOutput(tokens, row.num_steps, row.num_canvases, row.stop_step or None),
         )
 
-    def _cut(self, row: _Tenant) -> tuple[tuple[int, ...], bool]:
-        """Return the answer so far, and whether it holds a stop id."""
-        tokens = row.answer()
-        stop = _first_stop(tokens, row.stop_ids)
-        stopped = stop < len(tokens)
+    def _cut(self, row: _Tenant, tokens: list[int]) -> tuple[tuple[int, ...], bool]:
+        """Return the answer that the row's tokens make, and whether it holds a stop id."""
+        start = row.request.prompt_len
+        answer = np.array(tokens[start : start + row.request.max_new_tokens], np.int64)
+        stop = _first_stop(answer, row.stop_ids)
+        stopped = stop < len(answer)
         if row.request.truncate_at_stop:
-            tokens = tokens[:stop]
+            answer = answer[:stop]
         elif self._pad_token_id is not None:
-            tokens[stop + 1 :] = self._pad_token_id
-        return tuple(tokens.tolist()), stopped
+            answer[stop + 1 :] = self._pad_token_id
+        return tuple(answer.tolist()), stopped
 
     def _fail(self, row: _Tenant) -> RowFailed:
         """Take out a row with NaN logits."""
@@ -800,10 +801,12 @@ class DiffusionGemmaEngine:
 
     def _masked_remaining(self, batch: StepBatch) -> tuple[int, ...]:
         """Return how many tokens of each row's answer are not final."""
-        tenants = (None if r.slot in self._over else self._tenants[r.slot] for r in batch.rows)
-        return tuple(
-            0 if row is None else row.request.max_new_tokens - len(row.answer()) for row in tenants
-        )
+        left = []
+        for slot in (row.slot for row in batch.rows):
+            row = None if slot in self._over else self._tenants[slot]
+            done = row.num_canvases * self.canvas_length if row else 0
+            left.append(row.request.max_new_tokens - done if row else 0)
+        return tuple(left)
 
 
 def _check_model(model: Any) -> None:

@@ -19,7 +19,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from dllm_sched import Scheduler
-from dllm_sched.batch import Released, StepBatch
+from dllm_sched.batch import Released, Row, StepBatch
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.policies import presets
 from dllm_sched.request import FinishReason, Phase, Request
@@ -480,9 +480,8 @@ def test_reports_canvases_phases_and_what_is_left(model, loop):
     drive = loop(engine)
     request = request_of(0, prompt=[7] * 5, max_new_tokens=20, stop_token_ids=(), t_max=8.0)
     drive.join(0, request)
-    phases, boundaries, left, streamed = [], [], [], [()]
+    phases, boundaries, left = [], [], []
     while drive.rows:
-        streamed.append(engine.committed(0) if drive.step_id else ())
         outcome = drive.step()
         phases.append(outcome.phases)
         boundaries += outcome.boundaries
@@ -493,9 +492,53 @@ def test_reports_canvases_phases_and_what_is_left(model, loop):
     assert [left.index(n) for n in (20, 12, 4, 0)] == sorted(left.index(n) for n in (20, 12, 4, 0))
     output = drive.outputs["r0"]
     assert output.num_blocks == 3 and output.first_stop_step is None and len(output.tokens) == 20
-    for before, after in zip(streamed, (*streamed[1:], output.tokens), strict=True):
-        assert after[: len(before)] == before
-    assert len(streamed[-1]) == 16
+
+
+class Drafts:
+    """A streamer of transformers: what it is shown after each step."""
+
+    def __init__(self):
+        self.drafts = []
+
+    def put(self, value):
+        pass
+
+    def put_draft(self, value):
+        self.drafts.append(tuple(value[0].tolist()))
+
+    def end(self):
+        pass
+
+
+def test_a_stream_tells_finished_canvases_and_the_draft_of_the_open_one(model):
+    request = request_of(4, max_new_tokens=20, t_max=0.8)
+    tokens, forwards = reference(request)
+    streamer = Drafts()
+    torch.manual_seed(request.seed)
+    model.generate(
+        torch.tensor([request.prompt]),
+        max_new_tokens=20,
+        streamer=streamer,
+        t_max=request.t_max,
+        t_min=request.t_min,
+        sampler_config=EntropyBoundSamplerConfig(request.entropy_bound),
+        stability_threshold=request.stability_threshold,
+        confidence_threshold=request.confidence_threshold,
+    )
+    engine = DiffusionGemmaEngine(model, max_num_seqs=1)
+    row = Row(0, request, Phase.PREFILL, 0)
+    told = ()
+    for step in range(18):
+        outcome = engine.run(StepBatch(step, 0.0, (row,), () if step else (row,)))
+        fresh = engine.progress(0, len(told))
+        told += fresh.committed
+        assert told == tokens[: (step + 1) // 6 * CANVAS]
+        done = step % 6 == 5  # that draft is the canvas
+        shown = streamer.drafts[step][: 20 - len(told)]
+        assert fresh.provisional == (() if done else shown)
+        assert engine.progress(0) == (told, fresh.provisional)
+    assert outcome.finished[0].output.tokens == told == tokens
+    assert forwards == len(streamer.drafts) == 18
 
 
 def test_a_forward_takes_no_more_tokens_than_the_scheduler_was_told(model):
@@ -656,6 +699,6 @@ def test_models_whose_rows_would_depend_on_each_other_are_refused(
 def test_slots_are_checked(model):
     engine = DiffusionGemmaEngine(model, max_num_seqs=1)
     with pytest.raises(ConfigError, match=r"slot must be an int in 0\.\.0"):
-        engine.committed(1)
+        engine.progress(1)
     with pytest.raises(EngineProtocolError, match="slot 0: holds no row"):
-        engine.committed(0)
+        engine.progress(0)
