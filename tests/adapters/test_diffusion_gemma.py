@@ -534,7 +534,9 @@ def test_a_stream_tells_finished_canvases_and_the_draft_of_the_open_one(model):
         told += fresh.committed
         assert told == tokens[: (step + 1) // 6 * CANVAS]
         done = step % 6 == 5  # that draft is the canvas
-        shown = streamer.drafts[step][: 20 - len(told)]
+        draft = streamer.drafts[step][: 20 - len(told)]
+        stop = next((i for i, token in enumerate(draft) if token in STOP_IDS), len(draft))
+        shown = draft[: stop + 1] + (PAD,) * (len(draft) - stop - 1)
         assert fresh.provisional == (() if done else shown)
         assert engine.progress(0) == (told, fresh.provisional)
     assert outcome.finished[0].output.tokens == told == tokens
