@@ -9,8 +9,8 @@ those rows that begin a canvas.
 
 **What is equal to** ``generate``, **and what is not.** Each request is decoded as
 ``model.generate`` decodes it alone after ``torch.manual_seed(request.seed)``: the same draws in the
-same order, from a generator of its own on the model's device. In float32 on a CPU the token ids are
-the same, whoever shares the batch. What differs:
+same order, from a generator of its own on the model's device. The tests hold the token ids to be
+the same in float32 on a CPU, whoever shares the batch. What differs:
 
 - ``generate`` with several rows draws for all of them from one generator, in the shape of the
   batch, so its rows depend on each other. That is not reproduced: here each row is alone.
@@ -19,7 +19,7 @@ the same, whoever shares the batch. What differs:
   ``pad_token_id``, as in ``generate``.
 - Rows of different length share a forward by padding: keys by masks in the decoder (no canvas is
   ever padded), tokens in the encoder (``num_padding_tokens``). Sums are then taken in other orders
-  than alone, so logits agree up to rounding, and in half precision ids may differ.
+  than alone: logits agree up to rounding, so that a near tie, or half precision, may change an id.
 - Text only, and no logits processors, stopping criteria or caches of the caller's.
 
 Source: ``transformers.models.diffusion_gemma``; Ben-Hamu et al., "Accelerated Sampling from Masked
