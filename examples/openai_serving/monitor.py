@@ -22,7 +22,7 @@ from openai_serving.wire import ApiError
 
 PERIOD_S = 0.1  # between two frames
 WINDOW_S = 10.0  # of rates
-KEEP = 2048  # steps, endings and waits that are remembered, for rates and percentiles
+KEEP = 4096  # steps, endings and waits that are remembered, for rates and percentiles
 DONE = (FinishReason.EOS, FinishReason.LENGTH)
 
 
@@ -32,6 +32,7 @@ class Step(NamedTuple):
     id: int
     at: float
     num_rows: int
+    num_waiting: int  #: once it was planned
     joined: tuple[tuple[int, str], ...]  #: (slot, request id)
 
 
@@ -92,7 +93,10 @@ class Monitor:
         batch = update.batch
         if batch is not None:
             joined = tuple((row.slot, row.request.id) for row in batch.joined)
-            self._steps.append(Step(batch.step_id, batch.planned_at, len(batch.rows), joined))
+            num_waiting = self._scheduler.num_waiting
+            self._steps.append(
+                Step(batch.step_id, batch.planned_at, len(batch.rows), num_waiting, joined)
+            )
             for row in batch.joined:
                 self._slots[row.slot] = row.request
 

@@ -779,33 +779,39 @@ def test_openai_s_client_raises_what_an_error_event_says(braked):
 # --- operators
 
 
-def test_the_state_shows_who_is_where_and_how_the_answers_stand(braked):
-    braked.brake.hold_after(3)
-    with Asking(braked, stream=True), Asking(braked), Asking(braked):
-        braked.brake.release()
-        braked.wait_until(lambda state: state["submitted"] and not state["waiting"])
-    braked.idle()
+def test_the_state_s_stream_tells_each_step_and_each_end_once(braked):
+    """Three requests and two slots."""
     frames = []
-    with braked.http.stream("GET", "/state/stream?show=all") as response:
-        lines = (line for line in response.iter_lines() if line)
-        frames.append(json.loads(next(lines).removeprefix("data: ")))
-        with Asking(braked):
-            while not any(one for frame in frames[1:] for one in frame["ended"]):
-                frames.append(json.loads(next(lines).removeprefix("data: ")))
+    with (
+        braked.http.stream("GET", "/state/stream?show=all") as response,
+        contextlib.ExitStack() as stack,
+    ):
+        lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+        frames.append(json.loads(next(lines)))
+        with braked.paused():
+            for stream in (True, False, False):
+                stack.enter_context(Asking(braked, stream=stream))
+            braked.wait_until(lambda state: state["waiting"] == 3)
+        while frames[-1]["finished"] < frames[0]["finished"] + 3:
+            frames.append(json.loads(next(lines)))
     first, last = frames[0], frames[-1]
     assert first["steps"] == first["ended"] == []
-    assert last["finished"] == first["finished"] + 1
     steps = [step for frame in frames for step in frame["steps"]]
     assert len(steps) == last["num_steps"] - first["num_steps"]
     assert [step["id"] for step in steps] == list(range(steps[0]["id"], steps[-1]["id"] + 1))
-    (end,) = last["ended"]
-    ((slot, joined),) = steps[0]["joined"]
-    assert (slot in (0, 1), joined) == (True, end["id"])
-    assert end["answer"] == {"committed": ANSWER, "provisional": []}
-    assert end["reason"] == "eos"
-    assert last["latency_s"]["count"] >= 4
-    assert last["latency_s"]["p50"] <= last["latency_s"]["p99"]
+    assert (steps[0]["num_rows"], steps[0]["num_waiting"]) == (2, 1)
+    joined = [(slot, name) for step in steps for slot, name in step["joined"]]
+    assert {slot for slot, _ in joined[:2]} == {0, 1}
+    ended = [end for frame in frames for end in frame["ended"]]
+    assert sorted(end["id"] for end in ended) == sorted(name for _, name in joined)
+    for end in ended:
+        assert end["answer"] == {"committed": ANSWER, "provisional": []}
+        assert (end["reason"], end["num_tokens"]) == ("eos", 6)
+    assert last["latency_s"]["count"] >= 3
+    assert 0 < last["waited_s"]["p50"] <= last["latency_s"]["p50"] <= last["latency_s"]["p99"]
     assert last["first_tokens_s"]["count"] >= 1
+    assert last["tokens_per_s"] > last["requests_per_s"] > 0
+    braked.idle()
 
 
 def test_a_row_s_answer_is_shown_as_it_stands(braked):
