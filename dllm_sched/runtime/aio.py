@@ -409,6 +409,8 @@ class AsyncDriver:
         ``await driver.call(scheduler.requeue, ids)`` starts them anew.
         """
         await self.call(self._scheduler.pause)
+        while await self.ask(self._driver.num_in_flight):
+            pass  # a step that was ahead: asked again when it is over
         try:
             yield
         finally:

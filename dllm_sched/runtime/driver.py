@@ -461,6 +461,10 @@ class Driver:
         if self._limit.is_lowered:
             self._raise_limit(len(batch.rows))
 
+    def num_in_flight(self) -> int:
+        """Return how many steps are on their way, for ``ask``: between two steps, 0 or 1."""
+        return len(self._flights)
+
     def _void(self) -> None:
         """Wait for steps whose outcome does not count, because the one before them does not."""
         while self._flights:

@@ -64,10 +64,10 @@ class GatedEngine(FakeEngine):
         self.gate = threading.Semaphore(permits)
         self.begun = threading.Semaphore(0)
 
-    def run(self, batch):
+    def _run(self, batch):
         self.begun.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
-        return super().run(batch)
+        return super()._run(batch)
 
     def let(self, steps=1):
         self.gate.release(steps)
@@ -77,10 +77,21 @@ class GatedEngine(FakeEngine):
         assert await asyncio.to_thread(self.begun.acquire, timeout=PATIENCE_S)
 
 
+@pytest.fixture(autouse=True, params=[1, 2], ids=["one in flight", "run ahead"])
+def depth(request):
+    """Steps in flight."""
+    Bench.depth = request.param
+    return request.param
+
+
 class Bench:
+    depth = 1
+
     def __init__(self, slots=2, engine=None, policy=None, **options):
         self.engine = engine or FakeEngine(slots)
-        self.scheduler = Scheduler(policy=policy, capacity=Capacity(max_num_seqs=slots))
+        self.scheduler = Scheduler(
+            policy=policy, capacity=Capacity(max_num_seqs=slots), max_in_flight=self.depth
+        )
         self.told = []
         self.driver = AsyncDriver(self.scheduler, self.engine, on_update=self.note, **options)
 
@@ -175,6 +186,7 @@ def test_provisional_text_changes_and_committed_text_does_not():
                 events.append(await anext(stream))
                 if len(events) < 4 and isinstance(events[-1], Committed):
                     events.append(await anext(stream))
+            bench.engine.let(bench.depth)  # ahead, the row takes part in a step after its last
             events += [event async for event in stream]
         committed = [event for event in events if isinstance(event, Committed)]
         assert [event.position for event in committed] == [0, 1, 2, 3]
@@ -564,7 +576,7 @@ def test_leaving_with_an_error_cancels_everyone():
             async with bench.driver as driver:
                 handles.extend([await driver.submit(request(f"r{i}")) for i in range(3)])
                 await bench.engine.in_a_step()
-                bench.engine.let(1)
+                bench.engine.let(bench.depth)
                 raise KeyError("mine")
 
         with pytest.raises(KeyError, match="mine"):
@@ -589,7 +601,7 @@ def test_a_drain_that_is_cancelled_becomes_a_fast_stop():
         await bench.engine.in_a_step()
         task.cancel()
         await asyncio.sleep(0)
-        bench.engine.let(1)
+        bench.engine.let(bench.depth)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert {(await handle.result()).reason for handle in handles} == {FinishReason.CANCELLED}
@@ -631,7 +643,7 @@ def test_nothing_runs_while_paused_and_rows_can_be_started_anew():
         async with bench.driver as driver:
             handle = await driver.submit(request("a"))
             await bench.engine.in_a_step()
-            bench.engine.let()
+            bench.engine.let(bench.depth)  # one may be ahead
             async with driver.paused():
                 ran = bench.engine.num_runs
                 other = await driver.submit(request("b"))
