@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
@@ -62,6 +63,7 @@ __all__ = [
     "D2FRequest",
     "DecodeOutput",
     "DecodingEngine",
+    "DeviceLostError",
     "FastDLLMEngine",
     "FastDLLMRequest",
     "LLaDAEngine",
@@ -119,6 +121,28 @@ class StepOutOfMemoryError(StepFailedError):
         )
 
 
+class DeviceLostError(StepFailedError):
+    """The device takes no more work: an error from which its context does not recover.
+
+    Every row of the step fails with this, and so does every later step; other requests wait for an
+    engine in a new process.
+    """
+
+    def __init__(self, slots: Sequence[int], reason: BaseException) -> None:
+        """Say what the device said.
+
+        Args:
+            slots: The step's.
+            reason: What it raised first.
+        """
+        first_line = str(reason).partition("\n")[0]
+        super().__init__(
+            f"the device is lost ({first_line}): this engine runs no more steps; start a new "
+            "process, for the memory of this one's context cannot be used again",
+            fail=slots,
+        )
+
+
 class DecodeOutput(NamedTuple):
     """What a finished row hands to ``Finished.output``."""
 
@@ -147,6 +171,16 @@ class _Tenant:
     request: DecodeRequest
     trace: list[dict[str, Any]] | None
     knobs: Knobs | None = None  #: last seen
+
+
+class _Flight(NamedTuple):
+    """A step whose forward was started."""
+
+    batch: StepBatch
+    failed: list[RowFailed]
+    plan: StepPlan | None  #: None = no row is left to run
+    found: Tensor | None  #: ``[2, c]`` confidence and token of every masked position, as bits
+    began: float
 
 
 class _Kept(NamedTuple):
@@ -205,21 +239,11 @@ class DecodingEngine:
         report_masked: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-        if not isinstance(base, LLaDAModelLM):
-            raise ConfigError(f"model must be a LLaDAModelLM, got {type(base).__name__}")
-        window = base.config.max_sequence_length
-        if not is_int(max_num_seqs) or max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs must be an int >= 1, got {shown(max_num_seqs)}")
-        if max_len is not None and not (is_int(max_len) and 1 <= max_len <= window):
-            raise ConfigError(
-                f"max_len must be an int in 1..{window} (the model's window), got {shown(max_len)}"
-            )
+        base = _checked_base(model, max_num_seqs, max_len, clock)
         for name, flag in (("trace", trace), ("report_masked", report_masked)):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(flag)}")
-        if clock is not None and not callable(clock):
-            raise ConfigError(f"clock must be a function without arguments, got {shown(clock)}")
+        window = base.config.max_sequence_length
         self.model = base.eval()
         base.join_weights()
         self.max_num_seqs = max_num_seqs
@@ -254,6 +278,9 @@ class DecodingEngine:
         wide = decoder.confidence_type is np.float64
         self._precision = torch.float64 if wide else torch.float32
         self._bits = torch.int64 if wide else torch.int32
+        self._flight: _Flight | Exception | None = None  # the step that runs, or why it does not
+        self._behind: StepBatch | None = None
+        self._lost: RuntimeError | None = None
         self._phase = np.zeros(max_num_seqs, np.int64)  # of each row's coming step, as last told
         # Slots whose rows have ended, until others join: steps planned ahead still name them.
         self._over: set[int] = set()
@@ -357,7 +384,6 @@ class DecodingEngine:
 
     # -- the step protocol
 
-    @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepOutcome:
         """Run one denoising step for the rows of ``batch``.
 
@@ -372,27 +398,88 @@ class DecodingEngine:
 
         Raises:
             StepOutOfMemoryError: The forward did not fit; nobody has advanced.
-            EngineProtocolError: A row is not in its slot, or cannot be resumed here.
+            DeviceLostError: The device takes no more work, now and from here on.
+            EngineProtocolError: A row is not in its slot or cannot be resumed here, or a step that
+                was launched was not collected.
             ConfigError: A knob of the whole batch is unknown or out of range.
         """
+        if self._flight is not None:
+            raise EngineProtocolError("run: a step was launched: collect it first")
+        self.launch(batch)
+        return self.collect()
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch) -> None:
+        """Start a step, without waiting for the device; or take it, if one is running.
+
+        Which tokens go through a forward depends on what the one before it has found. So a step
+        that is launched while another runs starts inside :meth:`collect` of that one, as soon as
+        its results are there: before they are told, reported and scheduled upon. Rows that ended
+        in the one are left out of the other.
+
+        Raises:
+            EngineProtocolError: If two steps are on their way.
+            Exception: What :meth:`run` raises. The step was not taken then.
+        """
+        if self._flight is None:
+            self._flight = self._begin(batch)
+        elif self._behind is None:
+            self._behind = batch
+        else:
+            raise EngineProtocolError("launch: two steps are on their way: collect one")
+
+    @torch.inference_mode()
+    def collect(self) -> StepOutcome:
+        """Wait for the oldest step that was launched and return what happened; as :meth:`run`.
+
+        Raises:
+            EngineProtocolError: If no step was launched.
+            Exception: What :meth:`run` raises. The step behind it is forgotten then.
+        """
+        flight, behind = self._flight, self._behind
+        if flight is None:
+            raise EngineProtocolError("collect: no step was launched")
+        self._flight = self._behind = None
+        if isinstance(flight, Exception):
+            raise flight
+        outcome = self._complete(flight)
+        if behind is not None:
+            try:
+                self._flight = self._begin(behind)
+            except Exception as error:  # noqa: BLE001 - of that step, and told when it is collected
+                self._flight = error
+        return outcome
+
+    def _begin(self, batch: StepBatch) -> _Flight:
+        """Place who joins, plan the step and start its forward."""
+        if self._lost is not None:
+            raise DeviceLostError([row.slot for row in batch.rows], self._lost)
         if batch.knobs is not self._last_batch[1]:
             check_knobs("batch knobs", self.decoder_type.knobs, batch.knobs)
         failed = self._join(batch.joined)
         slots = self._select(batch, failed)
         if len(slots) == 0:
+            return _Flight(batch, failed, None, None, 0.0)
+        plan, ranges = self._group(slots)
+        with self._faults(batch, slots):
+            began = self._clock() if self._clock else 0.0
+            return _Flight(batch, failed, plan, self._forward(plan, ranges), began)
+
+    def _complete(self, flight: _Flight) -> StepOutcome:
+        """Fetch what the forward has found, commit it and say what happened."""
+        batch, failed, plan, found, began = flight
+        if plan is None or found is None:
             self._over.update(row.slot for row in failed)
             masked = (0,) * len(batch.rows) if self._report_masked else None
             return StepOutcome(failed=tuple(failed), masked_remaining=masked)
-        plan, ranges = self._group(slots)
-        try:
-            confidence, token = self._forward(plan, ranges)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            progress = np.argsort(-self._decoder.num_steps[slots], kind="stable")
-            raise StepOutOfMemoryError(slots[progress].tolist()) from error
+        with self._faults(batch, plan.slots):
+            host = found.cpu().numpy()  # the step's only copy back
+        if self._clock and not self._on_host:  # only results tell that it is over
+            self.forward_s += self._clock() - began
+        self.num_forwards += 1
+        self.num_tokens += len(plan.token)
+        confidence = host[0].view(self._decoder.confidence_type)
+        token = host[1].astype(np.int64)
         lost = self._fail(plan, confidence, failed)
         commits = self._decoder.commit(plan, confidence, token)
         if self._trace:
@@ -402,6 +489,22 @@ class DecodingEngine:
                 if tenant is not None and tenant.trace is not None:
                     tenant.trace.append(entry)
         return self._outcome(batch, plan, commits, lost, failed)
+
+    @contextmanager
+    def _faults(self, batch: StepBatch, slots: Ints) -> Iterator[None]:
+        """Turn what the device raises into who is concerned, and how to go on."""
+        try:
+            yield
+        except RuntimeError as error:
+            if _is_out_of_memory(error):
+                if self._device.type == "cuda":
+                    torch.cuda.empty_cache()
+                progress = np.argsort(-self._decoder.num_steps[slots], kind="stable")
+                raise StepOutOfMemoryError(slots[progress].tolist()) from error
+            if _is_lost(error):
+                self._lost = error
+                raise DeviceLostError([row.slot for row in batch.rows], error) from error
+            raise
 
     def release(self, released: Sequence[Released]) -> None:
         """Take back slots; keep the progress of rows that were preempted with ``kept``.
@@ -417,7 +520,7 @@ class DecodingEngine:
             if tenant is None or tenant.request is not gone.request:
                 continue  # it failed to join
             self._tenants[gone.slot] = None
-            if gone.kept:
+            if gone.kept and self._lost is None:
                 cached = self._decoder.num_cached(gone.slot)
                 cache = None
                 if self._layers:
@@ -638,8 +741,8 @@ class DecodingEngine:
         unpad = row * most + np.arange(len(row)) - offset[row]
         return self._upload(pad), self._upload(unpad)
 
-    def _forward(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> tuple[NDArray[Any], Ints]:
-        """Run the model once; return confidence and token of every masked position."""
+    def _forward(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> Tensor:
+        """Run the model once; return confidence and token of every masked position, as bits."""
         layout = self._layout(plan, ranges)
         token = self._upload(plan.token)
         slot = plan.slots[plan.row[plan.masked]]
@@ -649,10 +752,10 @@ class DecodingEngine:
             position, step = plan.position[plan.masked], self._decoder.num_steps[slot]
             draws = uniform_draws(self._decoder.seed[slot], position, step)
 
-        clock, on_cpu = self._clock, self._device.type == "cpu"
+        clock = self._clock if self._on_host else None  # elsewhere launches return at once
         began = clock() if clock else 0.0
         hidden = self.model.forward_packed(token, layout, self._cache)
-        if clock and on_cpu:
+        if clock:
             self.forward_s += clock() - began
         chunk = max(1, _LOGITS_PER_CHUNK // self.vocab_size)
         parts = []
@@ -662,20 +765,14 @@ class DecodingEngine:
             logits = self.model.logits(hidden[part])
             if plan.guide is not None and plan.guide_scale is not None:
                 self._guide(logits, hidden, plan.guide, plan.guide_scale, part)
-            if clock and on_cpu:
+            if clock:
                 self.forward_s += clock() - head_began
             hot = None if draws is None else draws[part]
             if self._on_host and hot is None:
                 parts.append(self._read_on_host(logits))
             else:
                 parts.append(self._read_out(logits, temperature[part], hot))
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        host = whole.cpu().numpy()  # the step's only copy back
-        if clock and not on_cpu:  # launches return at once: only results tell that it is over
-            self.forward_s += clock() - began
-        self.num_forwards += 1
-        self.num_tokens += len(plan.token)
-        return host[0].view(self._decoder.confidence_type), host[1].astype(np.int64)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _guide(
         self, logits: Tensor, hidden: Tensor, guide: Ints, scale: Floats, part: slice
@@ -858,6 +955,25 @@ class LLaDAEngine(DecodingEngine):
     decoder_type = LLaDA
 
 
+def _checked_base(
+    model: nn.Module, max_num_seqs: object, max_len: object, clock: object
+) -> LLaDAModelLM:
+    """Return the model without its wrapper, if an engine can be built of these."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(base, LLaDAModelLM):
+        raise ConfigError(f"model must be a LLaDAModelLM, got {type(base).__name__}")
+    window = base.config.max_sequence_length
+    if not is_int(max_num_seqs) or max_num_seqs < 1:
+        raise ConfigError(f"max_num_seqs must be an int >= 1, got {shown(max_num_seqs)}")
+    if max_len is not None and not (is_int(max_len) and 1 <= max_len <= window):
+        raise ConfigError(
+            f"max_len must be an int in 1..{window} (the model's window), got {shown(max_len)}"
+        )
+    if clock is not None and not callable(clock):
+        raise ConfigError(f"clock must be a function without arguments, got {shown(clock)}")
+    return base
+
+
 def _size_class(plan: StepPlan) -> Floats:
     """Return a number per sequence, alike for those within a factor of four, in cells."""
     cells = (plan.end - plan.start) * plan.length
@@ -868,6 +984,12 @@ def _first_stop(tokens: Ints, stop_ids: Ints) -> int:
     """Return the index of the first stop id, or the number of tokens."""
     hits = np.flatnonzero(np.isin(tokens, stop_ids))
     return int(hits[0]) if len(hits) else len(tokens)
+
+
+def _is_lost(error: RuntimeError) -> bool:
+    # After these every call on the device raises: a failed kernel has taken its context along.
+    accelerator = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, accelerator) or "CUDA error" in str(error)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
