@@ -244,6 +244,7 @@ class Server(uvicorn.Server):
             ws="none",
             timeout_keep_alive=75,  # longer than clients keep theirs: they must not meet the end
             lifespan="on",
+            proxy_headers=False,  # nobody asks where a client is
             log_level=args.log_level,
             access_log=args.log_level == "debug",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -174,7 +174,7 @@ class Monitor:
         except Exception as error:  # what ended the run
             raise ApiError(503, "the engine is down", None, "engine_down") from error
 
-    async def frames(self, shown: str | None = None) -> AsyncIterator[dict[str, Any]]:
+    async def frames(self, shown: str | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """The state every ``PERIOD_S``, with the steps and the endings since the last one.
 
         Ends once the server drains, so that nobody who looks keeps it alive.

@@ -212,8 +212,9 @@ class Service:
                 shown = {"position": guess.position, "provisional": tokens}
                 await write(words.chunk(choice.index, role=role(), dllm=shown))
             if choice.reason:
-                end = {"reason": choice.reason, "dllm": choice.facts}
-                await write(words.chunk(choice.index, role=role(), **end))
+                await write(
+                    words.chunk(choice.index, role=role(), reason=choice.reason, dllm=choice.facts)
+                )
 
         choices = await self._serve(ask, words.id, send, stream=True)
         if ask.include_usage:
@@ -262,7 +263,7 @@ class Service:
         """Follow a choice as its tokens are committed."""
         text = Detokenizer(self.text.decode)
         async with aclosing(aiter(choice.handle)) as events:
-            async for event in _failing_as_api_error(choice.handle, events):
+            while (event := await _next(choice.handle, events)) is not None:
                 if not isinstance(event, Committed):
                     await tell(choice, "", event)
                     continue
@@ -290,15 +291,16 @@ class Service:
         await tell(choice, rest)
 
 
-async def _failing_as_api_error(handle: Handle, events: AsyncIterator[T]) -> AsyncIterator[T]:
-    while True:
-        try:
-            event = await anext(events)
-        except StopAsyncIteration:
-            return
-        except Exception as error:
-            raise _broken(handle, error) from error
-        yield event
+async def _next(handle: Handle, events: AsyncIterator[T]) -> T | None:
+    """Wait for more of an answer; None if there is no more.
+
+    Raises:
+        ApiError: If it cannot go on.
+    """
+    try:
+        return await anext(events, None)
+    except Exception as error:
+        raise _broken(handle, error) from error
 
 
 async def _result(handle: Handle) -> Finished:
