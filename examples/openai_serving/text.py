@@ -89,7 +89,7 @@ class Text:
 
 
 class Detokenizer:
-    """Tokens in, their text out; together it is the text of all tokens. O(1) per token."""
+    """Tokens in, their text out; together it is the text of all. O(1) per token with a text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -104,8 +104,10 @@ class Detokenizer:
         new = whole[self._sent :]
         self._sent = max(self._sent, len(whole))
         if whole == text and len(self._tokens) > CONTEXT:
-            del self._tokens[:-CONTEXT]
-            self._sent = len(self._decode(self._tokens))
+            sent = len(self._decode(self._tokens[-CONTEXT:]))
+            if sent:  # special tokens alone would not tell that a blank has to follow
+                del self._tokens[:-CONTEXT]
+                self._sent = sent
         return new
 
     def finish(self) -> str:

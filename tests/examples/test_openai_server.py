@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import example as example_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -1253,6 +1254,7 @@ def test_bytes_that_are_no_characters_are_not_lost(example_text, data, sizes):
 
 
 @given(st.lists(st.integers(0, len(box.task.VOCABULARY) - 1)), chunks_of)
+@example_of([4, *[0] * 8, 4], [1])  # a word, special tokens, a word
 def test_the_box_s_words_and_digits_come_out_as_its_tokenizer_writes_them(
     example_text, box_text, tokens, sizes
 ):
