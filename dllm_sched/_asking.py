@@ -66,6 +66,7 @@ class Asking:
         "needs_progress",
         "needs_rows",
         "observed",
+        "plain",
         "policy",
         "recheck",
         "repeats_batches",
@@ -126,6 +127,15 @@ class Asking:
         self.shapes_batches = self.select or self.batch_knobs or self.hints
         self.repeats_batches = not self.select and not self.every_step
         self.observed = frozenset(self._observing)
+        self.plain = not (  # nothing is asked but keys, and the limits of whoever joins
+            self.sees_rounds
+            or self.due
+            or self.shapes_batches
+            or self.every_step
+            or self.needs_progress
+            or self.victims_every_step
+            or self.observed
+        )
         # in a plan, after something of it has been written down
         self.may_raise_late = bool(self.observed) or self.knobs or self.shapes_batches
         self.states: tuple[Any, ...] = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from dllm_sched._running import Cohort
@@ -54,13 +55,16 @@ def _queue(scheduler: Scheduler, waiting: list[RequestView]) -> str | None:
         return "the lanes' counts do not add up to the queue's"
     if any(lane.parked for lane in queue.lanes.values()):
         return "a lane is parked outside a round"
-    if any(len(lane.heap) != lane.size + lane.dead for lane in queue.lanes.values()):
+    lanes = queue.lanes.values()
+    if any(len(lane.line) + len(lane.heap) != lane.size + lane.dead for lane in lanes):
         return "a lane does not know how many of its entries are dead"
     statuses = {RequestStatus.WAITING, RequestStatus.PREEMPTED}
     if any(view._status not in statuses or view._slot is not None for view in waiting):
         return "a waiting request is running or holds a slot"
-    for lane in queue.lanes.values():
-        if queue._sole is None and lane.shown is not (lane.heap[0] if lane.heap else None):
+    for lane in lanes:
+        if any(one > other for one, other in pairwise(lane.line)):
+            return f"the line of lane {lane.lane} is out of order"
+        if queue._sole is None and lane.shown is not lane.first():
             return f"lane {lane.lane} lists {lane.shown}, not its first entry"
         if queue._sole is None and not any(entry is lane.shown for entry in queue._heads):
             return f"lane {lane.lane} is not among the heads"
@@ -157,13 +161,13 @@ def _short_ways(scheduler: Scheduler) -> str | None:
     s = scheduler
     if s._quiet_until > s._wake_at:
         return f"quiet until {s._quiet_until}, though something changes at {s._wake_at}"
-    if s._quiet_until != -math.inf and (s._dirty or s._joined or s._short or s._paused):
+    if s._quiet_until != -math.inf and (s._dirty or s._running.untold or s._short or s._paused):
         return "quiet, though something is to be decided"
     if s._in_flight is not None and s._stop_step > min(s._limit_step, s._recheck_step):
         return f"no step is looked at before {s._stop_step}, though a decision may change"
     if s._stop_step != -math.inf and (s._zombies or s._flight_views is not None):
         return "no step is looked at, though each must be"
-    if any(view._status is not RequestStatus.RUNNING for view in s._joined):
+    if any(view._status is not RequestStatus.RUNNING for view in s._running.untold):
         return "somebody who left is still to be named as joined"
     if s._counted_steps > s._clock.steps:
         return "more steps are counted than were completed"
@@ -184,7 +188,7 @@ def _empty(scheduler: Scheduler) -> str | None:
     if scheduler._views or scheduler._zombies:
         return None
     queue = scheduler._queue
-    if any(lane is not queue._sole or lane.heap for lane in queue.lanes.values()):
+    if any(lane is not queue._sole or lane.first() for lane in queue.lanes.values()):
         return f"nothing is active, but lanes are left: {queue.lanes!r}"
     if any(key.arrivals for key in queue.keys.values()) or len(queue.keys) > len(queue.lanes):
         return f"nothing is active, but batch_keys are left: {queue.keys!r}"

@@ -1,54 +1,37 @@
-"""The life of a request as one table. Every status change goes through ``advance``.
+"""The life of a request: for each kind of change, the status after it by the status before.
 
-The table knows nothing of queues, slots or time; the scheduler asks it first and acts after.
+Every status change reads one of these (``view._status = AFTER_FINISH[view._status]``); what stands
+in none cannot happen. The tables know nothing of queues, slots or time.
 """
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Iterable
 
 from dllm_sched.errors import InvariantError
-from dllm_sched.request import RequestStatus, RequestView
+from dllm_sched.request import RequestStatus
 
-__all__ = ["TRANSITIONS", "Change", "advance"]
-
-
-class Change(enum.Enum):
-    """What can happen to a live request."""
-
-    ADMIT = "admit"  #: it gets a slot
-    PREEMPT = "preempt"  #: it gives the slot back and waits again
-    FINISH = "finish"  #: it ends, for whatever reason
-
-    __hash__ = object.__hash__  # see RequestStatus
+__all__ = ["AFTER_ADMIT", "AFTER_FINISH", "AFTER_PREEMPT"]
 
 
-TRANSITIONS: dict[RequestStatus, dict[Change, RequestStatus]] = {
-    RequestStatus.WAITING: {
-        Change.ADMIT: RequestStatus.RUNNING,
-        Change.FINISH: RequestStatus.FINISHED,
-    },
-    RequestStatus.RUNNING: {
-        Change.PREEMPT: RequestStatus.PREEMPTED,
-        Change.FINISH: RequestStatus.FINISHED,
-    },
-    RequestStatus.PREEMPTED: {
-        Change.ADMIT: RequestStatus.RUNNING,
-        Change.FINISH: RequestStatus.FINISHED,
-    },
-    RequestStatus.FINISHED: {},
-}
+class _After(dict[RequestStatus, RequestStatus]):
+    """The status after one kind of change. O(1); raises ``InvariantError`` where there is none."""
+
+    def __init__(self, change: str, before: Iterable[RequestStatus], after: RequestStatus) -> None:
+        super().__init__(dict.fromkeys(before, after))
+        self._change = change
+
+    def __missing__(self, status: RequestStatus) -> RequestStatus:
+        raise InvariantError(f"a request that is {status.value} cannot {self._change}")
 
 
-def advance(view: RequestView, change: Change) -> None:
-    """Move a request along the table. O(1).
+_WAITING, _RUNNING, _PREEMPTED, _FINISHED = RequestStatus
 
-    Raises:
-        InvariantError: If the table has no such transition; the request is unchanged.
-    """
-    try:
-        view._status = TRANSITIONS[view._status][change]
-    except KeyError:
-        raise InvariantError(
-            f"request {view.request.id!r} is {view._status.value} and cannot {change.value}"
-        ) from None
+AFTER_ADMIT = _After("admit", (_WAITING, _PREEMPTED), _RUNNING)
+"""It gets a slot."""
+
+AFTER_PREEMPT = _After("preempt", (_RUNNING,), _PREEMPTED)
+"""It gives the slot back and waits again."""
+
+AFTER_FINISH = _After("finish", (_WAITING, _RUNNING, _PREEMPTED), _FINISHED)
+"""It ends, for whatever reason."""

@@ -1,4 +1,4 @@
-"""The waiting queue: lanes of flat heap entries, O(log n), with lazy deletion.
+"""The waiting queue: lanes of flat entries, O(log n), with lazy deletion.
 
 An entry is ``(*key, sequence, view)``. Keys are numbers of one length, sequence numbers are
 unique, so a comparison never reaches the view.
@@ -7,11 +7,12 @@ unique, so a comparison never reaches the view.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from dllm_sched.request import RequestStatus, RequestView
+from dllm_sched.request import Request, RequestStatus, RequestView
 from dllm_sched.view import Lane
 
 __all__ = ["KeyQueue", "LaneQueue", "LazyHeap", "WaitingQueue"]
@@ -23,18 +24,45 @@ _SMALL = 64  # heaps below this size are not worth compacting
 
 
 class LaneQueue:
-    """The waiting requests of one lane."""
+    """The waiting requests of one lane.
 
-    __slots__ = ("dead", "heap", "key_queue", "lane", "parked", "shown", "size")
+    ``line`` takes the entries that come in order, as all do under first come, first served; the
+    ``heap`` takes the others. The first of the lane is the lesser of the first of both.
+    """
+
+    __slots__ = ("dead", "heap", "key_queue", "lane", "line", "parked", "shown", "size")
 
     def __init__(self, lane: Lane, key_queue: KeyQueue) -> None:
         self.lane = lane
         self.key_queue = key_queue
-        self.heap: list[Entry] = []  # the first entry is always a live one
+        self.line: deque[Entry] = deque()  # sorted; the first entry is always a live one
+        self.heap: list[Entry] = []  # and so is this one's
         self.dead = 0  # entries whose request was discarded
         self.shown: Entry | None = None  # its entry among the heads: its first, if not parked
         self.size = 0  # live entries
         self.parked = False
+
+    def first(self) -> Entry | None:
+        """The first entry. O(1)."""
+        line, heap = self.line, self.heap
+        if not heap:
+            return line[0] if line else None
+        return line[0] if line and line[0] < heap[0] else heap[0]
+
+    def pop(self, entry: Entry) -> None:
+        """Take the first entry, which is this one. O(log n)."""
+        line = self.line
+        if line and line[0] is entry:
+            line.popleft()
+        else:
+            heappop(self.heap)
+
+    def sweep(self) -> None:
+        """Drop every dead entry. O(n)."""
+        self.line = deque([entry for entry in self.line if entry[-1]._entry is entry])
+        self.heap = [entry for entry in self.heap if entry[-1]._entry is entry]
+        heapify(self.heap)
+        self.dead = 0
 
 
 class KeyQueue:
@@ -71,24 +99,29 @@ class WaitingQueue:
 
     def push(self, view: RequestView, key: tuple[float, ...]) -> None:
         """Add a request under its sort key. O(log n)."""
-        request = view.request
-        # without lanes declared there is one per batch_key
-        lane_id = (request.request_class if self._by_class else "", request.batch_key)
-        lane = self.lanes.get(lane_id)
-        if lane is None:
-            lane = self._open(lane_id)
-        entry: Entry = (*key, view._sequence, view)
+        lane = self._sole
+        if lane is None or self._by_class or view.request.batch_key is not lane.lane[1]:
+            lane = self._lane_of(view.request)
+        entry: Entry = (*key, view._sequence, view) if key else (view._sequence, view)
         view._lane = lane
         view._entry = entry
-        heap = lane.heap
-        heappush(heap, entry)
+        line = lane.line
+        if line and entry < line[-1]:
+            heappush(lane.heap, entry)
+        else:
+            line.append(entry)
         lane.size += 1
         lane.key_queue.size += 1
         self.size += 1
-        if self._sole is None and heap[0] is entry:
+        if self._sole is None and lane.first() is entry:
             self._refresh(lane)
         if self._track_arrivals:
             heappush(lane.key_queue.arrivals, (view._sequence, view))
+
+    def _lane_of(self, request: Request) -> LaneQueue:
+        """The lane of a request. Without lanes declared there is one per batch_key."""
+        lane_id = (request.request_class if self._by_class else "", request.batch_key)
+        return self.lanes.get(lane_id) or self._open(lane_id)
 
     def _open(self, lane_id: Lane) -> LaneQueue:
         sole = self._sole
@@ -124,14 +157,12 @@ class WaitingQueue:
         """
         sole = self._sole
         if sole is not None:
-            heap = sole.heap
-            if not heap or sole.parked:
-                return None
-            first: RequestView = heap[0][-1]
-            return first
+            first = None if sole.parked else sole.first()
+            return None if first is None else first[-1]
         if only is not None:
-            lanes = [lane for lane in only.lanes.values() if lane.heap and not lane.parked]
-            head: RequestView | None = min([lane.heap[0] for lane in lanes])[-1] if lanes else None
+            lanes = [lane.first() for lane in only.lanes.values() if not lane.parked]
+            firsts = [first for first in lanes if first is not None]
+            head: RequestView | None = min(firsts)[-1] if firsts else None
             return head
         heads = self._heads
         while heads:
@@ -149,7 +180,7 @@ class WaitingQueue:
         It stays counted until ``settle_pops`` or comes back by ``restore``.
         """
         lane: LaneQueue = view._lane
-        heappop(lane.heap)
+        lane.pop(view._entry)
         if lane.dead or self._sole is None:
             self._refresh(lane)
 
@@ -158,30 +189,39 @@ class WaitingQueue:
         """Whether everybody waits in the same lane."""
         return self._sole is not None
 
-    def take(self, view: RequestView) -> None:
-        """Take out for good what ``peek`` just returned, where there is but one lane. O(log n).
+    def take(self, count: float) -> list[RequestView]:
+        """Take the first requests, so many or all there are, where there is but one lane.
 
-        ``pop`` and ``settle_pops`` in one; only where arrivals are not tracked.
+        ``peek`` and ``pop`` of each, O(log n); they stay counted as with ``pop``.
         """
-        lane: LaneQueue = view._lane
-        heappop(lane.heap)
-        view._lane = view._entry = None
-        lane.size -= 1
-        lane.key_queue.size -= 1
-        self.size -= 1
-        if lane.dead:
-            self._refresh(lane)
+        lane = self._sole
+        views: list[RequestView] = []
+        if lane is None:
+            return views
+        if lane.heap or lane.dead:
+            while len(views) < count and (view := self.peek()) is not None:
+                self.pop(view)
+                views.append(view)
+            return views
+        line = lane.line
+        while line and count > 0:
+            views.append(line.popleft()[-1])
+            count -= 1
+        return views
 
     def _refresh(self, lane: LaneQueue) -> None:
         """Drop dead entries from the top of a lane and list its first live one among the heads.
 
         To be called whenever a lane's first entry may have changed: ``shown`` is what is listed.
         """
-        heap = lane.heap
+        line, heap = lane.line, lane.heap
+        while line and line[0][-1]._entry is not line[0]:
+            line.popleft()
+            lane.dead -= 1
         while heap and heap[0][-1]._entry is not heap[0]:
             heappop(heap)
             lane.dead -= 1
-        first = heap[0] if heap and not lane.parked else None
+        first = None if lane.parked else lane.first()
         if self._sole is None and lane.shown is not first:
             lane.shown = first
             if first is not None:
@@ -194,16 +234,25 @@ class WaitingQueue:
     def restore(self, view: RequestView) -> None:
         """Undo ``pop``. O(log n)."""
         lane: LaneQueue = view._lane
-        heappush(lane.heap, view._entry)
+        entry = view._entry
+        if not lane.line or entry < lane.line[0]:
+            lane.line.appendleft(entry)  # where it came from, most likely
+        else:
+            heappush(lane.heap, entry)
         self._refresh(lane)
 
     def settle_pops(self, views: Sequence[RequestView]) -> None:
-        """Make the ``pop`` of each final. O(1) for each."""
+        """Make the ``pop`` of each final. O(1) for each; in one lane, O(1) for all."""
+        sole = self._sole
+        if sole is not None and not self._track_arrivals:
+            sole.size -= len(views)
+            sole.key_queue.size -= len(views)
+            self.size -= len(views)
+            return
         for view in views:
             lane: LaneQueue = view._lane
             key_queue = lane.key_queue
-            view._lane = None
-            view._entry = None
+            view._lane = view._entry = None
             lane.size -= 1
             key_queue.size -= 1
             if not lane.size:
@@ -221,17 +270,17 @@ class WaitingQueue:
         lane: LaneQueue = view._lane
         entry = view._entry
         self.settle_pops((view,))
+        view._lane = view._entry = None
         lane.dead += 1
         if lane.size == 0:
+            lane.line.clear()
             lane.heap.clear()
             lane.dead = 0
             lane.shown = None
-        elif lane.heap[0] is entry:
+        elif (lane.line and lane.line[0] is entry) or (lane.heap and lane.heap[0] is entry):
             self._refresh(lane)
-        elif len(lane.heap) > _SMALL and lane.dead > lane.size:
-            lane.heap = [e for e in lane.heap if e[-1]._entry is e]
-            lane.dead = 0
-            heapify(lane.heap)
+        elif lane.dead > _SMALL and lane.dead > lane.size:
+            lane.sweep()
 
     def _close(self, lane: LaneQueue) -> None:
         key_queue = lane.key_queue
@@ -278,9 +327,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[RequestView]:
         """Every waiting request, in no order. O(n): for policy swaps and checks only."""
         for lane in self.lanes.values():
-            for entry in lane.heap:
-                if entry[-1]._entry is entry:
-                    yield entry[-1]
+            for entries in (lane.line, lane.heap):
+                for entry in entries:
+                    if entry[-1]._entry is entry:
+                        yield entry[-1]
 
 
 class LazyHeap:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from itertools import repeat
+from collections.abc import Callable
 from typing import Any
 
 from dllm_sched._asking import Asking
 from dllm_sched._queue import KeyQueue, LaneQueue, WaitingQueue
 from dllm_sched._running import RunningSet
-from dllm_sched.batch import NO_KNOBS, Knobs
+from dllm_sched.batch import Knobs
 from dllm_sched.errors import InvariantError, PolicyError
 from dllm_sched.policies.base import Verdict
 from dllm_sched.request import RequestView
@@ -29,8 +28,8 @@ class Staged:
     The defaults stand on the class: most rounds set few of these.
     """
 
-    limits: Iterable[tuple[float, float]] = repeat((_INF, _INF))  # (instant, steps) of each
-    knobs: Iterable[tuple[Knobs, float]] = repeat((NO_KNOBS, _INF))  # and (knobs, until)
+    limits: list[tuple[float, float]] | None = None  # (instant, steps) of each; None: not asked
+    knobs: list[tuple[Knobs, float]] | None = None  # and (knobs, until)
     state: Any = None  # admission's
     recheck = _INF
     due_at = _INF  # when the first batch_key held back is due

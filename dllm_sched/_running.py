@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from dllm_sched._lifecycle import AFTER_ADMIT
 from dllm_sched._queue import KeyQueue
 from dllm_sched.batch import Knobs, Row
 from dllm_sched.capacity import Capacity
@@ -45,10 +46,11 @@ class Cohort:
     stands still while it does not. So a step costs nothing per cohort, let alone per row.
     """
 
-    __slots__ = ("_frozen", "clock", "key_rows", "limits", "offset", "rows")
+    __slots__ = ("_frozen", "clock", "key_rows", "limits", "offset", "phase", "rows")
 
-    def __init__(self, key_rows: KeyRows) -> None:
+    def __init__(self, key_rows: KeyRows, phase: Phase) -> None:
         self.key_rows = key_rows
+        self.phase = phase
         self.clock = STANDING
         self.offset = 0
         self.rows: list[Row] = []
@@ -71,31 +73,6 @@ class Cohort:
         if rows is None:
             rows = self._frozen = tuple(self.rows)
         return rows
-
-    def add(self, view: RequestView, row: Row) -> None:
-        """Take a row in; its step count goes on from where it was. O(1)."""
-        rows = self.rows
-        view._cohort = self
-        view._index = len(rows)
-        view._steps_base -= self.offset + self.clock.steps
-        rows.append(row)
-        self._frozen = None
-        if view._step_limit != _INF:
-            self.push_limit(view)
-
-    def remove(self, view: RequestView, slots: list[RequestView | None]) -> None:
-        """Take a row out; the last one fills its place, so that it costs O(1)."""
-        rows = self.rows
-        last = rows.pop()
-        index = view._index
-        if index != len(rows):
-            rows[index] = last
-            moved = slots[last.slot]
-            if moved is not None:
-                moved._index = index
-        view._steps_base += self.offset + self.clock.steps
-        view._cohort = None
-        self._frozen = None
 
     def replace(self, view: RequestView, row: Row) -> None:
         """Put another row value in a row's place. O(1)."""
@@ -136,7 +113,7 @@ class KeyRows:
 
     def open_cohort(self, phase: Phase) -> Cohort:
         """Make the cohort of a phase that had no rows yet."""
-        cohorts = {**self.cohorts, phase: Cohort(self)}
+        cohorts = {**self.cohorts, phase: Cohort(self, phase)}
         self.cohorts = {one: cohorts[one] for one in _PHASES if one in cohorts}
         self.only = tuple(cohorts.values()) if len(cohorts) == 1 else ()
         return self.cohorts[phase]
@@ -203,6 +180,7 @@ class RunningSet:
         "stepping",
         "tokens",
         "turns",
+        "untold",
     )
 
     def __init__(self, capacity: Capacity, max_in_flight: int = 1) -> None:
@@ -212,6 +190,8 @@ class RunningSet:
         self.slots: list[RequestView | None] = [None] * capacity.max_num_seqs
         self.free_slots = list(range(capacity.max_num_seqs - 1, -1, -1))  # the lowest goes first
         self.free_pages = capacity.num_pages or 0
+        # rows not yet handed out in a batch, in order; whether the engine knows the slot even so
+        self.untold: dict[RequestView, bool] = {}
         self.size = 0
         self.tokens = 0  # sum of the rows' max_tokens
         self.num_joined = 0  # ever
@@ -230,52 +210,82 @@ class RunningSet:
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def join(self, view: RequestView, knobs: Knobs, flying: int = 0) -> int:
-        """Give a request a slot, pages and a place in a cohort. O(log n).
+    def join(
+        self,
+        views: Sequence[RequestView],
+        now: float,
+        flying: int = 0,
+    ) -> None:
+        """Give each a slot, pages and a place in its cohort, in order. O(log n) for each.
 
         Args:
-            view: Who.
-            knobs: With what.
-            flying: Steps in flight, which it is not in.
+            views: Who.
+            now: Seconds.
+            flying: Steps in flight, which they are not in.
         """
-        request = view.request
-        slot = self.free_slots.pop()
-        self.slots[slot] = view
-        view._slot = slot
-        view._given = False
-        view._knobs = knobs
-        view._join_number = self.num_joined
-        self.num_joined += 1
-        if self.capacity.memory is not None:
-            self.grow(view, self.pages(view))
-        self.size += 1
-        tokens = view._max_tokens
-        self.tokens += tokens
-        phase = view._phase
-        row: Row = _new(Row, (slot, request, phase, tokens, knobs, view._resumed))
-        key_rows = self.keys.get(request.batch_key)
-        if key_rows is None:
-            key_rows = self._open_key(request.batch_key)
-        cohort = key_rows.cohorts.get(phase)
-        if cohort is None:
-            cohort = key_rows.open_cohort(phase)
-        view._steps_base -= flying
-        cohort.add(view, row)
+        slots, free_slots, untold = self.slots, self.free_slots, self.untold
+        memory = self.capacity.memory
+        cohort: Cohort | None = None
+        for view in views:
+            request, phase, tokens = view.request, view._phase, view._max_tokens
+            if (
+                cohort is None
+                or phase is not cohort.phase
+                or request.batch_key is not cohort.key_rows.batch_key
+            ):
+                cohort = self._cohort(request.batch_key, phase)
+                cohort._frozen = None
+                rows = cohort.rows
+                steps = cohort.offset + cohort.clock.steps + flying
+            slot = free_slots.pop()
+            slots[slot] = view
+            view._status = AFTER_ADMIT[view._status]
+            if view._admitted_at is None:
+                view._admitted_at = now
+            view._slot = slot
+            view._lane = view._entry = None
+            untold[view] = False
+            view._join_number = self.num_joined
+            self.num_joined += 1
+            self.tokens += tokens
+            view._cohort = cohort
+            view._index = len(rows)
+            view._steps_base -= steps
+            rows.append(_new(Row, (slot, request, phase, tokens, view._knobs, view._resumed)))
+            if view._step_limit != _INF:
+                cohort.push_limit(view)
+            if memory is not None:
+                self.grow(view, self.pages(view))
+        self.size += len(views)
         if self._keeps_counts:
-            self._count(view)
-        return slot
+            for view in views:
+                self._count(view)
 
-    def _open_key(self, batch_key: Hashable) -> KeyRows:
-        key_rows = self.keys[batch_key] = KeyRows(batch_key)
-        self.turns.append(key_rows)
-        return key_rows
+    def _cohort(self, batch_key: Hashable, phase: Phase) -> Cohort:
+        """The cohort of a batch_key and phase, made if there is none."""
+        key_rows = self.keys.get(batch_key)
+        if key_rows is None:
+            key_rows = self.keys[batch_key] = KeyRows(batch_key)
+            self.turns.append(key_rows)
+        return key_rows.cohorts.get(phase) or key_rows.open_cohort(phase)
 
     def leave(self, view: RequestView) -> None:
-        """Take a row out of its cohort; slot and pages stay until ``free``. O(1)."""
+        """Take a row out of its cohort; slot and pages stay until ``free``. O(1).
+
+        The cohort's last row fills its place.
+        """
         cohort: Cohort = view._cohort
-        cohort.remove(view, self.slots)
-        if not cohort.rows:
+        rows = cohort.rows
+        last = rows.pop()
+        index = view._index
+        if index != len(rows):
+            rows[index] = last
+            self.slots[last[0]]._index = index  # type: ignore[union-attr]  # whoever runs has one
+        elif not rows:
             self._close_key_if_empty(cohort.key_rows)
+        view._steps_base += cohort.offset + cohort.clock.steps
+        view._cohort = cohort._frozen = None
+        view._given = not self.untold or self.untold.pop(view, True)
         self.size -= 1
         self.tokens -= view._max_tokens
         if self._keep_lanes:
@@ -293,11 +303,8 @@ class RunningSet:
 
     def free(self, view: RequestView) -> int:
         """Take slot and pages back from a row that left. O(1)."""
-        slot = view._slot
-        if slot is None:
-            raise InvariantError(f"request {view.request.id!r} holds no slot")
-        self.slots[slot] = None
-        view._slot = None
+        slot: int = view._slot  # type: ignore[assignment]  # whoever runs has one
+        self.slots[slot] = view._slot = None
         if slot < self.capacity.max_num_seqs:
             self.free_slots.append(slot)
         if view._num_pages:
@@ -307,19 +314,32 @@ class RunningSet:
     def move(self, view: RequestView, phase: Phase) -> None:
         """Put a row into another phase. O(1), O(log n) with a step cap."""
         cohort: Cohort = view._cohort
-        cohort.remove(view, self.slots)
-        tokens = self.capacity.max_tokens(view.request, phase)
-        self.tokens += tokens - view._max_tokens
-        view._max_tokens = tokens
-        view._phase = phase
         key_rows = cohort.key_rows
-        other = key_rows.cohorts.get(phase)
-        if other is None:
-            other = key_rows.open_cohort(phase)
-        if not other.rows and cohort.clock is self.clock and other.clock is not self.clock:
+        other = key_rows.cohorts.get(phase) or key_rows.open_cohort(phase)
+        rows = other.rows
+        if not rows and cohort.clock is self.clock and other.clock is not self.clock:
             other.follow(self.clock)  # for a step that is in flight already
             self.stepping += (other,)
-        other.add(view, self._row(view))
+        tokens = self.capacity.max_tokens(view.request, phase)
+        told = self.untold.get(view)
+        row = self._row(view)._replace(phase=phase, max_tokens=tokens)
+        rows.append(row)  # before it leaves, so that its batch_key stays open
+        self.leave(view)
+        if told is not None:
+            self.untold[view] = told
+        self.size += 1
+        self.tokens += tokens
+        if self._keep_lanes:
+            lane = lane_of(view)
+            self._by_lane[lane] = self._by_lane.get(lane, 0) + 1
+        view._max_tokens = tokens
+        view._phase = phase
+        view._cohort = other
+        view._index = len(rows) - 1
+        view._steps_base -= other.offset + other.clock.steps
+        other._frozen = None
+        if view._step_limit != _INF:
+            other.push_limit(view)
 
     def advance(self, view: RequestView) -> None:
         """Count a step that a row was to sit out. O(log n)."""

@@ -15,6 +15,7 @@ from dllm_sched.request import Phase, Request
 __all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel", "RaggedKV", "kept_tokens"]
 
 _MOST_SLOTS = 1_000_000
+_PREFILL, _REFRESH, _REUSE = Phase.PREFILL, Phase.REFRESH, Phase.REUSE
 
 
 def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -> None:
@@ -253,13 +254,13 @@ class Capacity:
 
     def max_tokens(self, request: Request, phase: Phase) -> int:
         """Upper bound of the tokens a row sends through a forward in ``phase``. O(1)."""
-        if phase is Phase.REFRESH or (self.whole_prefill and phase is Phase.PREFILL):
-            return request.max_total_tokens
-        blocks = request.max_blocks
-        if self.window_blocks is not None and self.window_blocks < blocks:
-            blocks = self.window_blocks
-        window = blocks * request.block_length
-        return request.prompt_len + window if phase is Phase.PREFILL else window
+        length = request.block_length
+        canvas = -(-request.max_new_tokens // length) * length  # as in Request.max_blocks
+        if self.window_blocks is not None and not (
+            phase is _REFRESH or (self.whole_prefill and phase is _PREFILL)
+        ):
+            canvas = min(canvas, self.window_blocks * length)
+        return canvas if phase is _REUSE else request.prompt_len + canvas
 
     def fits(self, request: Request) -> bool:
         """Whether the request could run alone. O(1)."""

@@ -207,7 +207,9 @@ class RequestView:
         "_kv_tokens",
         "_lane",
         "_masked_remaining",
+        "_max_blocks",
         "_max_tokens",
+        "_max_total_tokens",
         "_num_blocks_done",
         "_num_pages",
         "_phase",
@@ -220,11 +222,16 @@ class RequestView:
         "request",
     )
 
-    def __init__(self, request: Request, sequence: int, now: float, max_tokens: int) -> None:
+    def __init__(self, request: Request, sequence: int, now: float) -> None:
+        length = request.block_length
+        blocks = -(-request.max_new_tokens // length)
+        tokens = request.prompt_len + blocks * length
+        self._max_blocks = blocks  # as the request says, for the checks at each boundary
+        self._max_total_tokens = tokens
+        self._max_tokens = tokens
         self.request = request
         self._sequence = sequence
         self._arrived_at = now
-        self._max_tokens = max_tokens
         self._status = _WAITING
         self._admitted_at: float | None = None
         self._slot: int | None = None
@@ -237,6 +244,8 @@ class RequestView:
         self._resumed = False
         self._masked_remaining: int | None = None
         self._expire_at = _INF
+        self._step_limit = _INF
+        self._knobs_until = _INF
         # Set by the queue.
         self._lane: Any
         self._entry: Any
@@ -244,11 +253,9 @@ class RequestView:
         self._expire_reason: FinishReason
         # Set by the join: a request that only waits does not pay for them.
         self._index: int  # place in its cohort
-        self._given: bool  # the engine was told of the slot it holds
         self._join_number: int
         self._knobs: Any
-        self._knobs_until: float
-        self._step_limit: float
+        self._given: bool  # set when it leaves: the engine was told of the slot it held
 
     @property
     def id(self) -> str:

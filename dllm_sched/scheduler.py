@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from dllm_sched._asking import STEP_EVENTS, Asking
 from dllm_sched._invariants import find_fault
-from dllm_sched._lifecycle import Change, advance
-from dllm_sched._outcome import Named, check_outcome
+from dllm_sched._lifecycle import AFTER_FINISH, AFTER_PREEMPT
+from dllm_sched._outcome import Crossing, Named, check_outcome
 from dllm_sched._queue import KeyQueue, LazyHeap, WaitingQueue
 from dllm_sched._round import stage_round
 from dllm_sched._running import KeyRows, RunningSet, cohort_of
@@ -35,7 +35,6 @@ from dllm_sched.batch import (
     NO_KNOBS,
     NOTHING,
     Accepted,
-    BlockBoundary,
     Finished,
     Knobs,
     Rejected,
@@ -86,12 +85,12 @@ _INF = math.inf
 _LATEST = sys.float_info.max  # also of an int, which may be larger
 _RUNNING = RequestStatus.RUNNING
 _PREFILL = Phase.PREFILL
-_ADMIT, _FINISH = Change.ADMIT, Change.FINISH
 _DEADLINE = FinishReason.DEADLINE
 _EMPTY: Mapping[Any, int] = MappingProxyType({})
 _GO_ON = Update()
-_NO_LIMITS = (_INF, _INF)  # (instant, steps)
-_NO_KNOBS = (NO_KNOBS, _INF)  # (knobs, until)
+
+
+_NO_SLOT, _MAX_ROWS = (None, BlockedBy.SLOTS), (None, BlockedBy.POLICY)
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
 
 
@@ -182,8 +181,8 @@ class Scheduler:
         "_finished",
         "_flight_progress",
         "_flight_views",
+        "_full",
         "_in_flight",
-        "_joined",
         "_jump_step",
         "_knob_boundaries",
         "_knob_expiries",
@@ -201,6 +200,7 @@ class Scheduler:
         "_num_submitted",
         "_observers",
         "_paused",
+        "_plain",
         "_progressed",
         "_queue",
         "_quiet_until",
@@ -213,6 +213,7 @@ class Scheduler:
         "_running",
         "_sent_back",
         "_short",
+        "_sifts",
         "_stop_step",
         "_unobserved",
         "_views",
@@ -255,7 +256,6 @@ class Scheduler:
         self._finished: list[Finished] = []
         self._released: list[Released] = []
         self._events: list[Event] = []
-        self._joined: dict[RequestView, None] = {}  # not yet handed out in a batch, in order
 
         # the steps in flight
         self._in_flight: StepBatch | None = None  # the oldest
@@ -277,7 +277,7 @@ class Scheduler:
         self._recheck_step = _INF  # completed steps after which admission may answer otherwise
         self._limit_step = _INF  # completed steps after which a step cap may be met
         self._jump_step = -_INF  # completed steps up to which the batch in flight may jump
-        self._blocked: tuple[RequestView, BlockedBy] | None = None
+        self._blocked: tuple[RequestView | None, BlockedBy] | None = None  # None: the queue's head
         self._progressed = False  # this call has committed something
 
         # what happened since the last round
@@ -328,57 +328,69 @@ class Scheduler:
             self._bad_clock("submit", now)
         if not isinstance(request, Request):
             raise ConfigError(f"submit: expected a Request, got {request!r}")
-        views = self._views
-        if request.id in views:
+        views, request_id = self._views, request.id
+        if request_id in views:
             raise DuplicateRequestError(
-                f"submit: request {request.id!r} is still {views[request.id]._status.value}; use "
+                f"submit: request {request_id!r} is still {views[request_id]._status.value}; use "
                 "another id, or wait until it has finished"
             )
-        if self._draining:
-            return self._reject(request, "draining", now)
-        capacity = self._capacity
-        if capacity.memory is not None and not capacity.fits(request):
-            return self._reject(request, "too_large", now)
-        view = RequestView(
-            request, self._num_submitted, now, capacity.max_tokens(request, _PREFILL)
-        )
-        expire_at = request.deadline_at
-        timeout_at = now + request.queue_timeout_s
-        asking = self._asking
+        sequence, queue = self._num_submitted, self._queue
+        view = RequestView(request, sequence, now)
+        view._knobs = NO_KNOBS
+        if self._capacity.window_blocks is not None:
+            view._max_tokens = self._capacity.max_tokens(request, _PREFILL)
         key: tuple[float, ...] = ()
-        if asking.key or asking.accept or self._unobserved:
-            settled = self._now
-            self._now = _INF  # as in _locked, which costs as much as the key itself
-            try:
-                if self._unobserved:
-                    self._observe()
-                reason = asking.refusal(view, self._view(now)) if asking.accept else None
-                if reason is None:
-                    key = asking.sort_key(view)
-            finally:
-                self._now = settled
+        if self._sifts:
+            reason, key = self._sift(view, now)
             if reason is not None:
                 return self._reject(request, reason, now)
-
         self._now = now
-        queue = self._queue
         if not queue.size:
             self._count_steps()  # until now nobody waited
-        self._num_submitted += 1
-        views[request.id] = view
+        self._num_submitted = sequence + 1
+        views[request_id] = view
         queue.push(view, key)
-        if timeout_at < expire_at:
-            self._arm(view, timeout_at, FinishReason.QUEUE_TIMEOUT)
-        elif expire_at != _INF:
-            self._arm(view, expire_at, _DEADLINE)
-        if asking.settle or self._running.size < self._max_rows:
+        if request.deadline_at != _INF or request.queue_timeout_s != _INF:
+            self._arm_waiting(view)
+        if self._running.size < self._max_rows or self._asking.settle:
             self._quiet_until = -_INF
             self._dirty = True
         if self._watch:
             self._emit(RequestSubmitted(now, request))
             self._flush_events()
-        accepted: Accepted = _new(Accepted, (request.id,))
+        accepted: Accepted = _new(Accepted, (request_id,))
         return accepted
+
+    def _sift(self, view: RequestView, now: float) -> tuple[str | None, tuple[float, ...]]:
+        """Why a request is refused, or None, and its sort key."""
+        if self._draining:
+            return "draining", ()
+        if not self._capacity.fits(view.request):
+            return "too_large", ()
+        asking = self._asking
+        reason: str | None = None
+        key: tuple[float, ...] = ()
+        settled = self._now
+        self._now = _INF  # as in _locked, which costs as much as the key itself
+        try:
+            if self._unobserved:
+                self._observe()
+            if asking.accept:
+                reason = asking.refusal(view, self._view(now))
+            if reason is None:
+                key = asking.sort_key(view)
+        finally:
+            self._now = settled
+        return reason, key
+
+    def _arm_waiting(self, view: RequestView) -> None:
+        """Let a request that waits end at its deadline, or when it has waited long enough."""
+        request = view.request
+        timeout_at = view._arrived_at + request.queue_timeout_s
+        if timeout_at < request.deadline_at:
+            self._arm(view, timeout_at, FinishReason.QUEUE_TIMEOUT)
+        elif request.deadline_at != _INF:
+            self._arm(view, request.deadline_at, _DEADLINE)
 
     def cancel(self, request_id: str, *, now: float) -> Update:
         """End a request in whatever state; nothing happens if it is not active. O(log n).
@@ -499,39 +511,45 @@ class Scheduler:
 
     def _complete(self, batch: StepBatch, outcome: StepOutcome, now: float, steps: int) -> Update:
         """``complete_step`` when something may have changed."""
-        num_steps = self._clock.steps
+        clock, running = self._clock, self._running
         if batch is not self._in_flight or batch is None:
             batch = self._check_flight("complete_step", batch)
         if not self._now <= now <= _LATEST:
             self._bad_clock("complete_step", now)
-        if steps != 1 and not (type(steps) is int and 1 < steps <= self._jump_step - num_steps):
+        if steps != 1 and not (type(steps) is int and 1 < steps <= self._jump_step - clock.steps):
             self._bad_steps(steps)
+        ahead, progress = self._ahead, self._flight_progress
         named: Named | None = None
-        if outcome is not NOTHING or self._flight_progress:
+        if outcome is not NOTHING or progress:
+            told = ahead is None and self._flight_views is None
+            slots = running.slots if told else ()
             named = check_outcome(
-                batch, outcome, self._in_batch, needs_progress=self._flight_progress
+                batch, outcome, slots, clock, self._in_batch, needs_progress=progress
             )
         self._now = self._at = now
-        self._in_flight = self._ahead
+        self._in_flight = ahead
         self._ahead = None
-        if self._counted_steps != num_steps:
-            self._count_steps()
-        num_steps += steps
-        self._clock.steps = self._counted_steps = num_steps
-        self._row_steps += steps * len(batch.rows)
+        if ahead is not None:
+            self._count_steps()  # of batches with other rows, perhaps
+        clock.steps = num_steps = clock.steps + steps
+        steps_since = num_steps - self._counted_steps
+        self._counted_steps = num_steps
+        self._row_steps += steps_since * len(batch.rows)
         if self._queue.size:
-            self._wasted += steps * len(self._running.free_slots)
+            self._wasted += steps_since * len(running.free_slots)
         if self._flight_views is not None:
             self._advance_chosen(self._flight_views, steps)
         if self._watch_steps:
             self._emit(StepCompleted(now, batch.step_id, len(batch.rows), steps))
         if named is not None:
-            self._apply(batch, outcome, named)
+            if outcome.masked_remaining is not None:
+                self._note_progress(batch, outcome.masked_remaining)
+            self._apply(named)
         if num_steps >= self._limit_step:
             self._meet_step_caps()
         if num_steps >= self._recheck_step:
             self._quiet_until = -_INF
-        if self._in_flight is not None and not self._watch_steps:
+        if ahead is not None and not self._watch_steps:
             self._stop_step = min(self._limit_step, self._recheck_step)
         if self._zombies:
             self._land(batch.step_id, steps)
@@ -592,12 +610,12 @@ class Scheduler:
         for row in batch.joined if ahead is None else (*batch.joined, *ahead.joined):
             joined = self._running.slots[row.slot]
             if joined is not None and joined._status is _RUNNING:
-                self._joined[joined] = None
+                self._running.untold[joined] = True
                 if ahead is not None and row in ahead.joined:
                     self._running.advance(joined)  # the step it was to sit out will not come
         for view, fate, key in fates:
             if fate is RowFate.FAIL:
-                self._retire(view, FinishReason.ERROR, None, error)
+                self._end(view, FinishReason.ERROR, None, error)
             elif fate is RowFate.RESTART:
                 self._preempt(view, Preempt.RESTART)
                 self._queue.push(view, key)
@@ -701,7 +719,6 @@ class Scheduler:
         self._count_steps()
         self._capacity = capacity
         self._running.set_capacity(capacity)
-        self._max_rows = min(capacity.max_num_seqs, self._asking.max_rows)
         self._keep_counts()
         self._touch()
         if self._watch:
@@ -712,6 +729,7 @@ class Scheduler:
         """Hand out no more batches (weights are being changed); time limits still pass."""
         self._set_now("pause", now)
         self._paused = True
+        self._see_whether_plain()
         self._quiet_until = -_INF
         if self._watch:
             self._emit(Paused(now))
@@ -721,6 +739,7 @@ class Scheduler:
         """Go on after ``pause``."""
         self._set_now("resume", now)
         self._paused = False
+        self._see_whether_plain()
         self._touch()
         if self._watch:
             self._emit(Resumed(now))
@@ -729,7 +748,7 @@ class Scheduler:
     def drain(self, *, now: float) -> Update:
         """Promise that no more requests come: ``submit`` rejects, partial batches may go."""
         self._set_now("drain", now)
-        self._draining = True
+        self._draining = self._sifts = True
         self._touch()
         if self._watch:
             self._emit(DrainStarted(now))
@@ -831,7 +850,8 @@ class Scheduler:
             if self._due_at != _INF:
                 return Explanation(status, "its batch is not due yet", until=self._due_at)
             return Explanation(status, "the timeout axis waits for more requests")
-        view, why = self._blocked
+        blocked, why = self._blocked
+        view = blocked or self._queue.peek() or view
         head = view.request.id
         reason = {
             BlockedBy.SLOTS: "every slot is taken",
@@ -866,8 +886,9 @@ class Scheduler:
         self._progressed = False
         expiries = self._expiries
         if expiries.heap and expiries.first() <= now:
-            for view in expiries.pop_due(now):
-                self._end(view, view._expire_reason)
+            self._expire(now)
+        if self._plain and self._in_flight is None and self._queue.is_one_lane:
+            return self._plan_unasked(now, settled)
         memo: tuple[Any, ...] | None = None
         batch: StepBatch | None = None
         try:
@@ -930,6 +951,68 @@ class Scheduler:
             return self._update(batch, wake_at)
         update: Update = _new(Update, (batch, (), (), wake_at))
         return update
+
+    def _plan_unasked(self, now: float, settled: float) -> Update:
+        """The rest of ``_plan`` under a policy that only orders and limits.
+
+        No round and no shape of batches to ask about: the heads join as long as slots last, and
+        all rows step.
+        """
+        queue, running, expiries = self._queue, self._running, self._expiries
+        steps = self._clock.steps
+        if queue.size and running.size < self._max_rows:
+            try:
+                self._join_heads(now)
+            except BaseException as error:
+                self._quiet_until = -_INF
+                told = bool(self._finished or self._released)
+                self._now = now if told else settled
+                if not told or not isinstance(error, PolicyError):
+                    raise
+                self._wake_at = -_INF  # as in _plan
+                return self._update(None, -_INF)
+        self._now = now
+        self._dirty = False
+        self._blocked = self._full if queue.size else None
+        if steps >= self._limit_step:
+            self._meet_step_caps()  # of a row that came back with more steps than it may have
+        self._wake_at = wake_at = expiries.first() if expiries.heap else _INF
+        turns, untold = running.turns, running.untold
+        if not turns:
+            self._quiet_until = -_INF
+            return self._update(None, wake_at)
+        only = turns[0].only
+        if not only or len(turns) != 1 or self._dirty:
+            batch = self._compose(None, now)
+            if wake_at < self._quiet_until:
+                self._quiet_until = wake_at
+        else:
+            (cohort,) = only
+            rows = cohort._frozen
+            if rows is None:
+                rows = cohort._frozen = tuple(cohort.rows)
+            self._rows = rows
+            joined: tuple[Row, ...] = ()
+            if untold:
+                joined = tuple([rows[view._index] for view in untold])
+                untold.clear()
+            if only is not running.stepping:
+                running.serve(turns[0], only)
+            self._flight_views, self._flight_progress = None, False
+            self._quiet_until = wake_at
+            self._stop_step = self._jump_step = self._limit_step
+            batch = _new(StepBatch, (self._next_step_id, now, rows, joined, NO_KNOBS, ()))
+        self._next_step_id += 1
+        self._in_flight = batch
+        if self._finished or self._released:
+            return self._update(batch, wake_at)
+        update: Update = _new(Update, (batch, (), (), wake_at))
+        return update
+
+    def _expire(self, now: float) -> None:
+        """End whoever's time has come."""
+        for view in self._expiries.pop_due(now):
+            self._end(view, view._expire_reason)
 
     def _run_ahead(self, now: float) -> Update:
         """``next_step`` while a step is in flight."""
@@ -1012,7 +1095,7 @@ class Scheduler:
         )
 
     def _decide(self, now: float) -> StepBatch | None:
-        asking = self._asking
+        asking, queue = self._asking, self._queue
         round: Round | None = None
         held = True
         if self._short or asking.victims_every_step:
@@ -1021,7 +1104,7 @@ class Scheduler:
                 round = self._hold_round(now)
             finally:  # who was sent back does not rejoin in the same round
                 for view, key in sent_back:
-                    self._queue.push(view, key)
+                    queue.push(view, key)
                     self._touch()
         elif (
             self._dirty
@@ -1047,20 +1130,12 @@ class Scheduler:
         round: Round | None = None
         queue, size = self._queue, self._running.size
         if asking.settle or (queue.size and size < self._max_rows):
-            if asking.sees_rounds:
-                round = self._new_round(now)
-                self._admit(round, now)
-            elif asking.due or self._capacity.memory is not None or not queue.is_one_lane:
-                self._admit(None, now)
-            else:
-                self._join_heads(now)
+            round = self._new_round(now) if asking.sees_rounds else None
+            self._admit(round, now)
         else:
             self._dirty = False
             self._due_at = self._recheck_step = _INF
-            self._blocked = None
-            if queue.size and (head := queue.peek()) is not None:
-                full = size >= self._capacity.max_num_seqs
-                self._blocked = (head, BlockedBy.SLOTS if full else BlockedBy.POLICY)
+            self._blocked = self._full if queue.size else None
         return round
 
     def _new_round(self, now: float) -> Round:
@@ -1119,17 +1194,15 @@ class Scheduler:
         self._blocked = staged.blocked
         self._dirty = staged.waits_for_next_round
         if staged.views:
-            self._queue.settle_pops(staged.views)
-            for view, limits, knobs in zip(staged.views, staged.limits, staged.knobs, strict=False):
-                self._join(view, now, limits, knobs)
-            self._progressed = True
+            self._join(staged.views, now, staged.limits, staged.knobs)
             if steps >= self._limit_step:
                 self._meet_step_caps()  # of a row that came back with more steps than it may have
         if staged.hopeless is not None:
             self._end(
                 staged.hopeless,
                 FinishReason.ERROR,
-                error=ConfigError(
+                None,
+                ConfigError(
                     f"request {staged.hopeless.request.id!r} can hold more KV pages than the "
                     "capacity has now; it was accepted under a larger one"
                 ),
@@ -1139,29 +1212,23 @@ class Scheduler:
     def _join_heads(self, now: float) -> None:
         """The plainest of rounds: nobody judges who joins, so the heads do as long as slots last.
 
-        The same as ``_admit``, without staging: a join is asked about and carried out, one by one.
+        The same as ``_hold_round``, without going through them one by one.
         """
-        asking, queue, running = self._asking, self._queue, self._running
-        limits = _NO_LIMITS
-        room = min(len(running.free_slots), self._max_rows - running.size)
-        while room > 0 and (view := queue.peek()) is not None:
-            if asking.limits:
-                limits = asking.end_limits(view)
-            queue.take(view)
-            self._join(view, now, limits, _NO_KNOBS)
-            self._progressed = True
-            room -= 1
-        steps = self._clock.steps
+        queue, running = self._queue, self._running
+        room = self._max_rows - running.size
+        free = len(running.free_slots)
+        views = queue.take(free if free < room else room)
+        limits: list[tuple[float, float]] | None = None
+        if self._asking.limits:
+            try:
+                limits = [self._asking.end_limits(view) for view in views]
+            except BaseException:
+                for view in views:
+                    queue.restore(view)
+                raise
+        self._join(views, now, limits)
         self._num_rounds += 1
-        self._round_step = steps
-        self._due_at = self._recheck_step = _INF
-        self._dirty = False
-        self._blocked = None
-        if queue.size and (view := queue.peek()) is not None:
-            full = running.size >= self._capacity.max_num_seqs
-            self._blocked = (view, BlockedBy.SLOTS if full else BlockedBy.POLICY)
-        if steps >= self._limit_step:
-            self._meet_step_caps()  # of a row that came back with more steps than it may have
+        self._round_step = self._clock.steps
 
     def _compose(self, round: Round | None, now: float) -> StepBatch | None:
         asking, running = self._asking, self._running
@@ -1188,7 +1255,7 @@ class Scheduler:
                 hints = asking.batch_hints(round)
             self._batch_knobs, self._batch_knobs_until = batch_knobs, until
         else:
-            key_rows = running.next_in_turn()
+            key_rows = turns[0] if alone else running.next_in_turn()
             rows, cohorts = key_rows.select(ALL)
             batch_knobs, hints = self._batch_knobs, ()
         # nothing below can raise
@@ -1197,11 +1264,19 @@ class Scheduler:
         self._flight_views = None if chosen is None else dict.fromkeys(chosen)
         self._flight_progress = progress = asking.needs_progress
         self._rows = rows
-        joined = self._take_joined() if self._joined else ()
+        joined: tuple[Row, ...] = ()
+        untold = running.untold
+        if untold:
+            if alone and chosen is None and cohorts is key_rows.only:  # everybody steps
+                standing = cohorts[0].rows
+                joined = tuple([standing[view._index] for view in untold])
+                untold.clear()
+            else:
+                joined = self._take_joined()
         stop_step = self._limit_step
         if self._recheck_step < stop_step:
             stop_step = self._recheck_step
-        if alone and asking.repeats_batches and not self._dirty and not self._joined:
+        if alone and asking.repeats_batches and not self._dirty and not untold:
             self._quiet_until = _INF
             self._jump_step = -_INF if progress else stop_step
         else:
@@ -1229,17 +1304,13 @@ class Scheduler:
 
     def _take_joined(self) -> tuple[Row, ...]:
         """The rows of this batch that are new in their slot; the others stay for a later one."""
+        untold, chosen, clock = self._running.untold, self._flight_views, self._clock
         inside: list[Row] = []
-        later: dict[RequestView, None] = {}
-        chosen, clock = self._flight_views, self._clock
-        for view in self._joined:
+        for view in list(untold):
             cohort = view._cohort
             if cohort.clock is clock if chosen is None else view in chosen:
                 inside.append(cohort.rows[view._index])
-                view._given = True
-            else:
-                later[view] = None
-        self._joined = later
+                del untold[view]
         return tuple(inside)
 
     def _evict(self, now: float) -> list[tuple[RequestView, tuple[float, ...]]]:
@@ -1282,7 +1353,7 @@ class Scheduler:
             if isinstance(how, Preempt):
                 self._preempt(view, how)
             else:
-                self._retire(view, how)
+                self._end(view, how)
         for view, pages in wanted.items():
             running.grow(view, pages)
             self._progressed = True
@@ -1321,92 +1392,84 @@ class Scheduler:
 
     def _join(
         self,
-        view: RequestView,
+        views: list[RequestView],
         now: float,
-        limits: tuple[float, float],
-        knobs: tuple[Knobs, float],
+        limits: list[tuple[float, float]] | None = None,
+        knobs: list[tuple[Knobs, float]] | None = None,
     ) -> None:
-        """Give a staged request its slot, under (instant, steps) and (knobs, until)."""
-        advance(view, _ADMIT)
-        if view._admitted_at is None:
-            view._admitted_at = now
-        expire_at, view._step_limit = limits
-        row_knobs, view._knobs_until = knobs
-        flying = 0 if self._in_flight is None else 1  # a step that it is not in
-        slot = self._running.join(view, row_knobs, flying)
-        self._joined[view] = None
-        if expire_at != _INF or view._expire_at != _INF:
-            self._arm(view, expire_at, _DEADLINE)
-        if view._step_limit != _INF:
-            left = view._step_limit - view.num_steps
-            self._limit_step = min(self._limit_step, self._clock.steps + left)
-        if view._knobs_until != _INF:
-            self._knob_expiries.push(view._knobs_until, view)
+        """Give requests that were popped their slots.
+
+        Args:
+            views: Who, in order.
+            now: Seconds.
+            limits: (instant, steps) of each; None: nobody was asked.
+            knobs: (knobs, until) of each; None: nobody was asked.
+        """
+        self._queue.settle_pops(views)
+        if limits is not None:
+            for view, (_, steps) in zip(views, limits, strict=True):
+                view._step_limit = steps
+        if knobs is not None:
+            for view, (row_knobs, until) in zip(views, knobs, strict=True):
+                view._knobs = row_knobs
+                self._arm_knobs(view, until)
+        self._running.join(views, now, 0 if self._in_flight is None else 1)
+        self._progressed = True
+        if limits is not None:
+            for view, (instant, _) in zip(views, limits, strict=True):
+                self._limit(view, instant)
+        elif self._expiries.heap:
+            for view in views:
+                self._limit(view, _INF)
         if self._watch:
-            waited_s = now - view._arrived_at
-            self._emit(
-                RequestJoined(
-                    now, view.request.id, slot, self._next_step_id, waited_s, view._resumed
-                )
-            )
+            for view in views:
+                self._emit_joined(view, now)
+
+    def _limit(self, view: RequestView, instant: float) -> None:
+        """Let a row that has joined end at an instant, and at its step cap."""
+        if instant != _INF or view._expire_at != _INF:
+            self._arm(view, instant, _DEADLINE)
+        if view._step_limit != _INF:
+            limit_step = self._clock.steps + view._step_limit - view.num_steps
+            if limit_step < self._limit_step:
+                self._limit_step = limit_step
+
+    def _emit_joined(self, view: RequestView, now: float) -> None:
+        slot, waited_s = view._slot, now - view._arrived_at
+        if slot is not None:
+            step_id = self._next_step_id
+            self._emit(RequestJoined(now, view.request.id, slot, step_id, waited_s, view._resumed))
 
     def _end(
-        self, view: RequestView, reason: FinishReason, *, error: BaseException | None = None
-    ) -> None:
-        """Finish a request in whatever state."""
-        if view._status is _RUNNING:
-            self._retire(view, reason, None, error)
-            return
-        self._queue.discard(view)
-        self._finish(view, reason, None, error)
-        if view._resumed:
-            self._released.append(Released(None, view.request, reason))
-        if self._blocked is not None or self._asking.due or self._asking.settle:
-            self._touch()
-
-    def _retire(
         self,
         view: RequestView,
         reason: FinishReason,
         output: Any = None,
         error: BaseException | None = None,
     ) -> None:
-        """Finish a running request; a slot whose step is in flight is quarantined until then."""
-        flight, ahead = self._in_flight, self._ahead
-        late = ahead is not None and any(row.slot == view._slot for row in ahead.joined)
-        if late:
-            self._running.advance(view)  # the older step, which it was to sit out
-        self._running.leave(view)
-        if self._joined:
-            self._joined.pop(view, None)
-        self._retired += 1
-        self._quiet_until = -_INF
-        self._dirty = True
-        self._finish(view, reason, output, error)
-        if flight is None:
-            self._free(view, reason)
-            return
-        last = (ahead or flight).step_id
-        self._zombies.append((view, reason, last if late else flight.step_id, last))
-        self._stop_step = -_INF  # whatever the step brings, it lands
-
-    def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
-        """Give slot and pages back, and tell so."""
-        slot = self._running.free(view)
-        if view._given:
-            self._released.append(_new(Released, (slot, view.request, reason, kept)))
-        elif view._resumed and not kept:  # the engine never heard of this slot, but kept progress
-            self._released.append(Released(None, view.request, reason))
-
-    def _finish(
-        self,
-        view: RequestView,
-        reason: FinishReason,
-        output: Any,
-        error: BaseException | None,
-    ) -> None:
-        advance(view, _FINISH)
+        """Finish a request in whatever state; a slot that a step in flight has stays until then."""
         request = view.request
+        if view._status is _RUNNING:
+            if self._in_flight is not None:
+                self._quarantine(view, reason)
+            else:
+                running = self._running
+                running.leave(view)
+                if view._given:
+                    slot = running.free(view)
+                    self._released.append(_new(Released, (slot, request, reason, False)))
+                else:
+                    self._free(view, reason)
+            self._retired += 1
+            self._quiet_until = -_INF
+            self._dirty = True
+        else:
+            self._queue.discard(view)
+            if view._resumed:
+                self._released.append(Released(None, request, reason))
+            if self._blocked is not None or self._asking.due or self._asking.settle:
+                self._touch()
+        view._status = AFTER_FINISH[view._status]
         del self._views[request.id]
         self._num_finished += 1
         self._by_reason[reason] += 1
@@ -1428,26 +1491,47 @@ class Scheduler:
         if self._watch:
             self._emit(
                 RequestFinished(
-                    finished.finished_at,
+                    self._at,
                     request.id,
                     reason,
-                    finished.arrived_at,
-                    finished.admitted_at,
-                    finished.num_steps,
-                    finished.num_blocks_done,
+                    view._arrived_at,
+                    view._admitted_at,
+                    view._steps_base,
+                    view._num_blocks_done,
                 )
             )
+
+    def _quarantine(self, view: RequestView, reason: FinishReason) -> None:
+        """Take out a row whose slot must wait for the steps in flight; note of which it is one."""
+        flight, ahead = self._in_flight, self._ahead
+        if flight is None:
+            return
+        first = last = flight.step_id
+        if ahead is not None:
+            last = ahead.step_id
+            if any(row.slot == view._slot for row in ahead.joined):
+                first = last
+                self._running.advance(view)  # the older step, which it was to sit out
+        self._running.leave(view)
+        self._zombies.append((view, reason, first, last))
+        self._stop_step = -_INF  # whatever the step brings, it lands
+
+    def _free(self, view: RequestView, reason: FinishReason | None, *, kept: bool = False) -> None:
+        """Give slot and pages back, and tell so."""
+        slot = self._running.free(view)
+        if view._given:
+            self._released.append(_new(Released, (slot, view.request, reason, kept)))
+        elif view._resumed and not kept:  # the engine never heard of this slot, but kept progress
+            self._released.append(Released(None, view.request, reason))
 
     def _preempt(self, view: RequestView, how: Preempt) -> None:
         """Take a row's slot; the caller puts it back in the queue, at its old place."""
         kept = how is Preempt.KEEP
         slot = view._slot
-        known = view._given or view._resumed  # to the engine
-        self._joined.pop(view, None)  # if it never stepped; it will join anew
         self._running.leave(view)
+        known = view._given or view._resumed  # to the engine
         self._free(view, None, kept=kept)
-        view._given = False
-        advance(view, Change.PREEMPT)
+        view._status = AFTER_PREEMPT[view._status]
         request = view.request
         view._resumed = kept and known
         if not kept:
@@ -1458,6 +1542,7 @@ class Scheduler:
             view._phase = Phase.PREFILL
             view._max_tokens = self._capacity.max_tokens(request, Phase.PREFILL)
         view._step_limit = _INF
+        view._knobs = NO_KNOBS
         self._arm_knobs(view, _INF)
         self._arm(view, request.deadline_at, _DEADLINE)
         self._retired += 1
@@ -1519,58 +1604,71 @@ class Scheduler:
             f"{sorted(row.slot for row in batch.rows) if batch else []}"
         )
 
-    def _apply(self, batch: StepBatch, outcome: StepOutcome, named: Named) -> None:
+    def _note_progress(self, batch: StepBatch, counts: Iterable[int]) -> None:
+        slots = self._running.slots
+        for row, remaining in zip(batch.rows, counts, strict=True):
+            view = slots[row.slot]
+            if view is not None:
+                view._masked_remaining = remaining
+
+    def _apply(self, named: Named) -> None:
         """Carry out a checked outcome. Calls no policy, so it cannot fail half-way.
 
         A row that ended while the step was in flight, or ends by an earlier column, is let be.
         """
-        if outcome.masked_remaining is not None:
-            slots = self._running.slots
-            for row, remaining in zip(batch.rows, outcome.masked_remaining, strict=True):
-                view = slots[row.slot]
-                if view is not None:
-                    view._masked_remaining = remaining
-        finished, boundaries, phases, failed = named
-        if boundaries:
-            for view, boundary in boundaries:
-                if view._status is _RUNNING:
-                    self._cross(view, boundary)
-        if phases:
-            for view, (_, phase) in phases:
+        ends, crossings, changes, failures = named
+        if crossings:
+            self._cross(crossings)
+        if changes:
+            for view, phase in changes:
                 if view._status is _RUNNING:
                     self._change_phase(view, phase)
-        if failed:
-            for view, (_, error) in failed:
+        if failures:
+            for view, error in failures:
                 if view._status is _RUNNING:
-                    self._retire(view, FinishReason.ERROR, None, error)
-        if finished:
-            for view, (_, reason, output) in finished:
+                    self._end(view, FinishReason.ERROR, None, error)
+        if ends:
+            for view, reason, output in ends:
                 if view._status is _RUNNING:
-                    self._retire(view, reason, output)
+                    self._end(view, reason, output)
 
-    def _cross(self, view: RequestView, boundary: BlockBoundary) -> None:
-        """Record a block boundary; reserve the pages that the coming step may write."""
-        _, blocks, tokens = boundary
-        asking = self._asking
-        self._num_blocks += blocks - view._num_blocks_done
-        view._num_blocks_done = blocks
-        view._kv_tokens = tokens
+    def _cross(self, crossings: Iterable[Crossing]) -> None:
+        """Record block boundaries; reserve the pages that the coming step may write."""
         memory = self._capacity.memory
-        if memory is not None and memory.grows:
-            running = self._running
-            more = running.lacks(view)
-            if more and (more > running.free_pages or self._short):
-                self._short[view] = None
-                self._quiet_until = -_INF
-            elif more:
-                running.grow(view, more)
+        grows = memory is not None and memory.grows
+        told = self._watch or self._asking.needs_blocks
+        num_blocks = self._num_blocks
+        for view, blocks, tokens in crossings:
+            if view._status is _RUNNING:
+                num_blocks += blocks - view._num_blocks_done
+                view._num_blocks_done = blocks
+                view._kv_tokens = tokens
+                if grows:
+                    self._reserve(view)
+                if told:
+                    self._tell_crossing(view)
+        self._num_blocks = num_blocks
+
+    def _tell_crossing(self, view: RequestView) -> None:
+        asking = self._asking
         if asking.needs_blocks:
             self._boundaries.append(view)
             self._touch()
             if asking.knobs_at_blocks:
                 self._knob_boundaries.append(view)
         if self._watch:
+            blocks, tokens = view._num_blocks_done, view._kv_tokens
             self._emit(BlockDone(self._at, view.request.id, blocks, tokens, view.num_steps))
+
+    def _reserve(self, view: RequestView) -> None:
+        """Get a row the pages that its next step may write, or note that there are too few."""
+        running = self._running
+        more = running.lacks(view)
+        if more and (more > running.free_pages or self._short):
+            self._short[view] = None
+            self._quiet_until = -_INF
+        elif more:
+            running.grow(view, more)
 
     def _change_phase(self, view: RequestView, phase: Phase) -> None:
         if phase is view._phase:
@@ -1587,7 +1685,7 @@ class Scheduler:
     def _meet_step_caps(self) -> None:
         """End the rows that met their step cap, and find when the next one may."""
         for view in self._running.at_limit():
-            self._retire(view, FinishReason.MAX_STEPS)
+            self._end(view, FinishReason.MAX_STEPS)
         self._limit_step = self._clock.steps + self._running.steps_to_limit()
         self._quiet_until = -_INF  # so that the next plan sets _stop_step by it
 
@@ -1627,10 +1725,9 @@ class Scheduler:
     def _install(self, asking: Asking) -> None:
         """Put a policy in force, with an empty queue for it."""
         self._asking = asking
-        self._max_rows = min(self._capacity.max_num_seqs, asking.max_rows)
         self._queue = WaitingQueue(by_class=asking.needs_lanes, track_arrivals=asking.due)
-        self._keep_counts()
         self._set_watch()
+        self._keep_counts()
         self._unobserved = []
         self._knob_boundaries = []
         self._recheck_step = _INF
@@ -1640,11 +1737,26 @@ class Scheduler:
         self._touch()
 
     def _keep_counts(self) -> None:
-        memory = self._capacity.memory
+        """Follow a change of policy or capacity: what is kept, and which short ways are open."""
+        asking, capacity = self._asking, self._capacity
+        memory = capacity.memory
+        self._max_rows = min(capacity.max_num_seqs, asking.max_rows)
+        self._full = _NO_SLOT if self._max_rows == capacity.max_num_seqs else _MAX_ROWS
+        self._sifts = bool(
+            self._draining or memory is not None or asking.key or asking.accept or asking.observed
+        )
         self._running.keep(
-            joins=self._asking.victims or (memory is not None and memory.grows),
-            lanes=self._asking.needs_lanes,
-            lengths=self._asking.needs_length,
+            joins=asking.victims or (memory is not None and memory.grows),
+            lanes=asking.needs_lanes,
+            lengths=asking.needs_length,
+        )
+        self._see_whether_plain()
+
+    def _see_whether_plain(self) -> None:
+        """Whether a plan has nothing to ask or tell anybody, but for keys and limits."""
+        asking = self._asking
+        self._plain = asking.plain and not (
+            self._paused or self._watch or self._capacity.memory is not None
         )
 
     def _touch(self) -> None:
@@ -1679,6 +1791,7 @@ class Scheduler:
         observed = self._asking.observed
         self._watch_steps = bool(self._observers) or not STEP_EVENTS.isdisjoint(observed)
         self._watch = bool(self._observers) or bool(observed - STEP_EVENTS)
+        self._see_whether_plain()
 
     def _emit(self, event: Event) -> None:
         if self._observers:

@@ -53,7 +53,7 @@ NUM_ROWS = 6
 def make_rows() -> list[RequestView]:
     rows = []
     for index in range(NUM_ROWS):
-        rv = RequestView(Request(f"r{index}", prompt_len=4, max_new_tokens=8), index, 0.0, 12)
+        rv = RequestView(Request(f"r{index}", prompt_len=4, max_new_tokens=8), index, 0.0)
         rv._phase = list(Phase)[index % 3]
         rows.append(rv)
     return rows

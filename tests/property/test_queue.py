@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from dllm_sched import Request
-from dllm_sched._lifecycle import Change, advance
+from dllm_sched._lifecycle import AFTER_FINISH
 from dllm_sched._queue import LazyHeap, WaitingQueue
 from dllm_sched.request import RequestView
 
@@ -26,7 +26,7 @@ BATCH_KEYS = (None, "lora", 7)
 
 def make_view(sequence, now=0.0, **fields):
     request = Request(f"r{sequence}", prompt_len=1, max_new_tokens=1, **fields)
-    return RequestView(request, sequence, now, 1)
+    return RequestView(request, sequence, now)
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -184,6 +184,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not self.queue.waiting_keys()
         assert len(self.queue.lanes) <= 1
         for lane in self.queue.lanes.values():
+            assert not lane.line
             assert not lane.heap
             assert not lane.key_queue.arrivals
         assert self.queue.size == 0
@@ -212,7 +213,7 @@ def test_dead_entries_are_swept_out(tracks):
             queue.discard(view)
     key_queue = queue.keys["k"]
     assert queue.size == 10
-    held = sum(len(lane.heap) for lane in queue.lanes.values())
+    held = sum(len(lane.line) + len(lane.heap) for lane in queue.lanes.values())
     assert held <= 2 * 64 + 20
     assert len(key_queue.arrivals) <= 2 * 64 + 20
     assert len(queue._heads) <= 2 * 64 + 20
@@ -277,7 +278,7 @@ class HeapMachine(RuleBasedStateMachine):
         rng = random.Random(data.draw(st.integers(0, 2**16)))
         live = self.live()
         for view in rng.sample(live, int(share * len(live))):
-            advance(view, Change.FINISH)
+            view._status = AFTER_FINISH[view._status]
 
     @rule(step=st.integers(0, 6))
     def meet(self, step):
@@ -287,7 +288,7 @@ class HeapMachine(RuleBasedStateMachine):
         met = self.heap.pop_due(self.now)
         assert met == due
         for view in met:
-            advance(view, Change.FINISH)
+            view._status = AFTER_FINISH[view._status]
 
     @invariant()
     def agrees(self):
