@@ -106,6 +106,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--port", type=number(0, 65535, whole=True), default=8000, help="0: any free one")
     add("--policy", default="continuous", choices=sorted(presets.PRESETS), help="how to schedule")
     add("--max-num-seqs", type=count(4096), default=16, help="rows of a step")
+    add("--run-ahead", action="store_true", help="plan a step while one runs; for GPUs")
     add("--max-len", type=count(10**6), help="tokens of prompt and answer; None: the window")
     add("--max-open", type=count(10**6), default=1024, help="requests at once; the next gets 429")
     add("--max-body", type=count(2**30), default=2**18, help="bytes of a request")
@@ -174,6 +175,7 @@ def build(args: argparse.Namespace) -> Built:
         "policy": make_policy(args.policy),
         "capacity": engine.capacity(),
         "observers": [metrics],
+        "max_in_flight": 2 if args.run_ahead else 1,
     }
     warm_up(engine, text, defaults)
     scheduler = (

@@ -1003,6 +1003,23 @@ def test_a_model_by_its_path_has_its_own_tokenizer_and_template(example):
         live.close()
 
 
+def test_run_ahead_changes_no_answer(example, alone):
+    live = Live(example, "--run-ahead", "--max-num-seqs", "2")
+    try:
+        prompts = [prompt for prompt, _ in PAIRS[:4]]
+        texts = [alone(prompt)[0] for prompt in prompts]
+        answer = live.ask(prompts).json()
+        assert [choice["text"] for choice in answer["choices"]] == texts
+        for prompt, text in zip(prompts, texts, strict=True):
+            stream = live.openai.completions.create(model="llada-box", prompt=prompt, stream=True)
+            assert pieces(stream) == (text, "stop")
+        frame = live.wait_until(lambda state: state["finished"] == 8)
+        assert frame["num_steps"] > 0
+        live.idle()
+    finally:
+        live.close()
+
+
 def test_a_journal_replays(example, tmp_path):
     from dllm_sched.journal import replay
 
