@@ -1,6 +1,7 @@
 """What a denoising step of the adapter's engine costs and where its time goes, on CPU and CUDA.
 
     python benchmarks/engine.py
+    python benchmarks/engine.py --ahead
     python benchmarks/engine.py --model golden --recordings all --batch-sizes 1,16
     python benchmarks/engine.py --model llada-8b-shape --device cuda
     python benchmarks/engine.py --model llada-8b-shape --toy
@@ -14,7 +15,8 @@ requests.
 All requests are there from the start and run through so many slots; one slot is per-request
 dispatch, one request after the other. Figures are of the fastest of ``--rounds`` interleaved
 rounds. ``alike`` counts the answers that are those of dispatch, token for token: all of them, or
-this ends with an error, in float64 and where float32 is known to keep every decision (``golden``).
+this ends with an error, in float64 and where float32 is known to keep every decision (``golden``). With
+``--ahead`` a step is planned and launched while one runs; a slot is refilled a step later then.
 
 A step's wall time is shared out: ``forward`` inside the model (``forward_s`` of the engine: on CUDA
 from launch to results, which includes reading out), ``decode`` the rest of ``engine.run`` and
@@ -198,7 +200,7 @@ def workloads(options: argparse.Namespace) -> Iterator[Workload]:
 # --- one run --------------------------------------------------------------------------------------
 
 
-def build(work: Workload, batch_size: int, **more: Any) -> tuple[Any, Any]:
+def build(work: Workload, batch_size: int, *, ahead: bool = False, **more: Any) -> tuple[Any, Any]:
     """An engine with so many slots and a scheduler for it."""
     from dllm_sched import Scheduler, presets
 
@@ -207,7 +209,9 @@ def build(work: Workload, batch_size: int, **more: Any) -> tuple[Any, Any]:
         work.model, max_num_seqs=batch_size, max_len=max_len, clock=perf_counter, **more
     )
     policy = presets.per_request() if batch_size == 1 else presets.continuous(batch_size)
-    return engine, Scheduler(policy=policy, capacity=engine.capacity())
+    return engine, Scheduler(
+        policy=policy, capacity=engine.capacity(), max_in_flight=2 if ahead else 1
+    )
 
 
 def serve(work: Workload, batch_size: int, **more: Any) -> Run:
@@ -360,7 +364,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
         gc.collect()  # the engine before this one, and its cache
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        run = serve(work, size)
+        run = serve(work, size, ahead=options.ahead)
         peaks[size] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
         if size not in runs or run.wall_s < runs[size].wall_s:
             runs[size] = run
@@ -584,6 +588,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", help="default: bfloat16 for llada-8b-shape on cuda, else float32")
     add("--batch-sizes", type=sizes, default=[1, 2, 4, 8, 16, 32, 64], help="1 always runs")
     add("--requests", type=positive, help="default: 192 (box), 96 (golden), 64, 8 (toy)")
+    add("--ahead", action="store_true", help="plan and launch a step while one runs")
     add("--rounds", type=positive, help="default: 3, or 1 for llada-8b-shape in full size")
     add("--samples", type=positive, default=40, help="steps whose forward runs again; default: 40")
     add("--temperature", type=float, default=0.2, help="of llada-8b-shape; default: 0.2, published")
