@@ -15,8 +15,9 @@ requests.
 All requests are there from the start and run through so many slots; one slot is per-request
 dispatch, one request after the other. Figures are of the fastest of ``--rounds`` interleaved
 rounds. ``alike`` counts the answers that are those of dispatch, token for token: all of them, or
-this ends with an error, in float64 and where float32 is known to keep every decision (``golden``). With
-``--ahead`` a step is planned and launched while one runs; a slot is refilled a step later then.
+this ends with an error, in float64 and where float32 is known to keep every decision (``golden``).
+With ``--ahead`` a step is planned and launched while one runs; a slot is refilled a step later
+then.
 
 A step's wall time is shared out: ``forward`` inside the model (``forward_s`` of the engine: on CUDA
 from launch to results, which includes reading out), ``decode`` the rest of ``engine.run`` and
