@@ -251,6 +251,10 @@ class D2F(Decoder):
         """Return what the steps so far have cached."""
         return int(self.cached[slot])
 
+    def set_prompt_cached(self, slot: int, *, cached: bool) -> None:
+        """Say whether the prompt of a row that has taken no step is in the cache already."""
+        self.cached[slot] = self.prompt_len[slot] if cached else 0
+
     def refreshes(self, slots: Ints) -> Bools:
         """Return no row: nothing that is cached is ever computed anew."""
         return np.zeros(len(slots), np.bool_)

@@ -181,6 +181,7 @@ class _Flight(NamedTuple):
     plan: StepPlan | None  #: None = no row is left to run
     found: Tensor | None  #: ``[2, c]`` confidence and token of every masked position, as bits
     began: float
+    num_shared: int = 0  #: tokens of prompts that rows skip
 
 
 class _Kept(NamedTuple):
@@ -218,6 +219,7 @@ class DecodingEngine:
     Attributes:
         num_forwards: Forwards so far, each for all rows of its step.
         num_tokens: Tokens that went through them.
+        num_shared_tokens: Tokens of prompts that did not: another row of the group had them.
         forward_s: Seconds inside them; 0 without a clock.
         max_num_seqs: Slots.
         max_len: Tokens a slot can hold.
@@ -254,7 +256,7 @@ class DecodingEngine:
         if stop_token_ids is not None:
             self.stop_token_ids = as_tuple(stop_token_ids)
             self._check_stop_ids("stop_token_ids", self.stop_token_ids)
-        self.num_forwards = self.num_tokens = 0
+        self.num_forwards = self.num_tokens = self.num_shared_tokens = 0
         self.forward_s = 0.0
         self._clock = clock
         self._trace = trace
@@ -460,14 +462,16 @@ class DecodingEngine:
         slots = self._select(batch, failed)
         if len(slots) == 0:
             return _Flight(batch, failed, None, None, 0.0)
+        copied = self._share_prompts(batch.joined, slots)
         plan, ranges = self._group(slots)
         with self._faults(batch, slots):
             began = self._clock() if self._clock else 0.0
-            return _Flight(batch, failed, plan, self._forward(plan, ranges), began)
+            found = self._forward(plan, ranges, copied)
+        return _Flight(batch, failed, plan, found, began, 0 if copied is None else len(copied[0]))
 
     def _complete(self, flight: _Flight) -> StepOutcome:
         """Fetch what the forward has found, commit it and say what happened."""
-        batch, failed, plan, found, began = flight
+        batch, failed, plan, found, began, num_shared = flight
         if plan is None or found is None:
             self._over.update(row.slot for row in failed)
             masked = (0,) * len(batch.rows) if self._report_masked else None
@@ -478,6 +482,7 @@ class DecodingEngine:
             self.forward_s += self._clock() - began
         self.num_forwards += 1
         self.num_tokens += len(plan.token)
+        self.num_shared_tokens += num_shared
         confidence = host[0].view(self._decoder.confidence_type)
         token = host[1].astype(np.int64)
         lost = self._fail(plan, confidence, failed)
@@ -495,7 +500,10 @@ class DecodingEngine:
         """Turn what the device raises into who is concerned, and how to go on."""
         try:
             yield
-        except RuntimeError as error:
+        except BaseException as error:
+            self._share_nothing(slots)
+            if not isinstance(error, RuntimeError):
+                raise
             if _is_out_of_memory(error):
                 if self._device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -610,6 +618,55 @@ class DecodingEngine:
             value = knobs.get(name, getattr(tenant.request, name))
             getattr(self._decoder, name)[slot] = math.nan if value is None else value
         tenant.knobs = dict(knobs)
+
+    def _share_prompts(self, joined: tuple[Row, ...], slots: Ints) -> tuple[Ints, Ints] | None:
+        """Let rows skip a prompt that another row of their group has, or computes in this step.
+
+        Exact for a decoder whose prompt sees only itself.
+
+        Returns:
+            Places of the cache to be copied in the forward, and where to; None = nothing to copy.
+        """
+        decoder = self._decoder
+        if not isinstance(decoder, D2F) or all(row.request.group is None for row in joined):
+            return None
+        here = set(slots.tolist())
+        donors: dict[tuple[Any, ...], int] = {}
+        source, target = [], []
+        for row in joined:
+            tenant = self._tenants[row.slot] if row.slot in here else None
+            if tenant is None or tenant.request.group is None or row.resumed:
+                continue
+            request = tenant.request
+            key = (request.group, request.prompt)
+            donor = donors.setdefault(key, self._donor(request, row.slot))
+            if donor != row.slot:
+                places = np.arange(request.prompt_len)
+                source.append(donor * self.max_len + places)
+                target.append(row.slot * self.max_len + places)
+                decoder.set_prompt_cached(row.slot, cached=True)
+        if not target:
+            return None
+        return np.concatenate(source), np.concatenate(target)
+
+    def _donor(self, request: DecodeRequest, slot: int) -> int:
+        """Return a slot whose row has that prompt of that group in the cache, or else ``slot``."""
+        for other, tenant in enumerate(self._tenants):
+            if (
+                tenant is not None
+                and tenant.request.group == request.group
+                and tenant.request.prompt == request.prompt
+                and self._decoder.num_cached(other) >= request.prompt_len
+            ):
+                return other
+        return slot
+
+    def _share_nothing(self, slots: Ints) -> None:
+        """Take back what rows were to skip in a step that failed."""
+        decoder = self._decoder
+        if isinstance(decoder, D2F):
+            for slot in slots[decoder.num_steps[slots] == 0].tolist():
+                decoder.set_prompt_cached(slot, cached=False)
 
     # -- the forward
 
@@ -741,9 +798,14 @@ class DecodingEngine:
         unpad = row * most + np.arange(len(row)) - offset[row]
         return self._upload(pad), self._upload(unpad)
 
-    def _forward(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> Tensor:
+    def _forward(
+        self, plan: StepPlan, ranges: list[tuple[int, int]], copied: tuple[Ints, Ints] | None
+    ) -> Tensor:
         """Run the model once; return confidence and token of every masked position, as bits."""
         layout = self._layout(plan, ranges)
+        if copied is not None:
+            source, target = copied
+            layout = layout._replace(copied=(self._upload(source), self._upload(target)))
         token = self._upload(plan.token)
         slot = plan.slots[plan.row[plan.masked]]
         temperature = self._decoder.temperature[slot]

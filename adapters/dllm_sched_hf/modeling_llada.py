@@ -285,6 +285,9 @@ class PackedLayout(NamedTuple):
     wanted_groups: tuple[AttentionGroup, ...] | None = None
     """Cover the wanted tokens in order, for a last layer with their queries alone; None = attention
     is for all tokens there too."""
+    copied: tuple[Tensor, Tensor] | None = None
+    """int64 ``[n]`` each, as ``write_index``: places of the cache, after the new tokens have been
+    written, and where what is there goes as well."""
 
 
 # (layer, q [..., heads, head_dim], k and v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
@@ -417,7 +420,11 @@ class LLaDABlock(nn.Module):
         rotary.turn_(qkv[:, : heads + num_kv])
         q, kv = qkv.split((heads, 2 * num_kv), 1)
         if cache is not None and layout.write_index is not None:
-            cache.flatten(0, 1).index_copy_(0, layout.write_index, kv)
+            places = cache.flatten(0, 1)
+            places.index_copy_(0, layout.write_index, kv)
+            if layout.copied is not None:
+                source, target = layout.copied
+                places.index_copy_(0, target, places.index_select(0, source))
             kv = cache
         groups, wanted = layout.groups, layout.wanted if last else None
         if wanted is not None:
