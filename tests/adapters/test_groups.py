@@ -122,14 +122,21 @@ def test_after_a_step_that_failed_the_prompt_is_computed_after_all(net, loop, mo
     assert drive.outputs[requests[1].id] == expected
 
 
-def test_a_prompt_that_breaks_takes_along_who_shares_it_and_nobody_else(net, loop, monkeypatch):
+@pytest.fixture
+def bad_token(net):
+    """A token whose embedding is no number."""
+    embedding = net.get_input_embeddings()
+    weight = embedding.weight.data.clone()
+    weight[9] = np.nan
+    net.set_input_embeddings(torch.nn.Embedding.from_pretrained(weight))
+    yield 9
+    net.set_input_embeddings(embedding)
+
+
+def test_a_prompt_that_breaks_takes_along_who_shares_it_and_nobody_else(net, loop, bad_token):
     engine = D2FEngine(net, max_num_seqs=3)
     requests = [*samples(engine, 2), *samples(engine, 1, prompt=[7, 7, 8], name="other")]
-    embed = net.get_input_embeddings()
-    weight = embed.weight.data.clone()
-    weight[9] = np.nan  # a token of their prompt
-    broken = torch.nn.Embedding.from_pretrained(weight)
-    monkeypatch.setattr(net.model.transformer, "wte", broken)
+    assert bad_token in PROMPT
     drive = loop(engine)
     for slot, request in enumerate(requests):
         drive.join(slot, request)
