@@ -43,7 +43,7 @@ try:
     from dllm_sched.runtime import AsyncDriver, Driver
     from dllm_sched_hf import D2FEngine, box, load_model
     from openai_serving.app import make_app
-    from openai_serving.monitor import Monitor
+    from openai_serving.monitor import History, Monitor
     from openai_serving.service import Defaults, Service
     from openai_serving.text import Text
 except ModuleNotFoundError as missing:
@@ -170,11 +170,11 @@ def build(args: argparse.Namespace) -> Built:
         model, max_num_seqs=args.max_num_seqs, max_len=args.max_len, clock=perf_counter
     )
     make_policy = policy_maker(args.max_num_seqs)
-    metrics, registry = Metrics(), CollectorRegistry()
+    metrics, registry, history = Metrics(), CollectorRegistry(), History()
     setting = {
         "policy": make_policy(args.policy),
         "capacity": engine.capacity(),
-        "observers": [metrics],
+        "observers": [metrics, history],
         "max_in_flight": 2 if args.run_ahead else 1,
     }
     warm_up(engine, text, defaults)
@@ -183,7 +183,7 @@ def build(args: argparse.Namespace) -> Built:
         if args.journal is None
         else JournaledScheduler(args.journal, **setting)
     )
-    monitor = Monitor(scheduler, engine, text)
+    monitor = Monitor(scheduler, engine, text, history)
     driver = AsyncDriver(scheduler, engine, max_open=args.max_open, on_update=monitor.on_update)
     monitor.attach(driver)
     metrics.expose(scheduler, driver=driver, engine=engine, registry=registry)

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +16,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dllm_sched import ConfigError, DllmSchedError, Policy, presets
@@ -29,6 +28,7 @@ from openai_serving.wire import ApiError, read_ask
 T = TypeVar("T")
 Write = Callable[[Any], Awaitable[None]]
 MakePolicy = Callable[..., Policy]
+News = AsyncGenerator[dict[str, Any], None]
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 BODY_S = 30.0  # for a request's body to come
@@ -238,6 +238,15 @@ class EventStream:
 # --- routes -------------------------------------------------------------------------------------
 
 
+def file_route(path: Path) -> Route:
+    """A file under its name; index.html at the root."""
+
+    async def send(_: Request) -> Response:
+        return FileResponse(path, headers={"cache-control": "no-cache"})
+
+    return Route("/" if path.name == "index.html" else f"/{path.name}", send)
+
+
 def make_app(
     service: Service,
     monitor: Monitor,
@@ -298,21 +307,28 @@ def make_app(
     async def state(request: Request) -> Response:
         return JSONResponse(await monitor.state(request.query_params.get("show")))
 
-    async def state_stream(request: Request) -> ASGIApp:
+    def watched(follow: Callable[[str | None], News], what: str | None) -> ASGIApp:
         if len(watching) >= MAX_WATCHERS:
             raise ApiError(429, f"{MAX_WATCHERS} are watching already", None, "too_many_watchers")
-        shown = request.query_params.get("show")
 
         async def watch(write: Write) -> None:
             watching.add(write)
             try:
-                async with aclosing(monitor.frames(shown)) as frames:
-                    async for frame in frames:
-                        await write(frame)
+                async with aclosing(follow(what)) as news:
+                    async for one in news:
+                        await write(one)
+            except LookupError as error:
+                raise ApiError(404, str(error), "id", "unknown_request") from None
             finally:
                 watching.discard(write)
 
         return EventStream(watch, '{"over": true}')
+
+    async def state_stream(request: Request) -> ASGIApp:
+        return watched(monitor.frames, request.query_params.get("show"))
+
+    async def answer_stream(request: Request) -> ASGIApp:
+        return watched(monitor.answer, request.query_params.get("id"))
 
     async def set_policy(request: Request) -> Response:
         body = await read_json(request, max_body)
@@ -346,17 +362,18 @@ def make_app(
         ("GET", "/metrics", show_metrics),
         ("GET", "/state", state),
         ("GET", "/state/stream", state_stream),
+        ("GET", "/state/answer", answer_stream),
         ("GET", "/policy", policies),
         ("POST", "/policy", set_policy),
     ]
-    routes: list[Any] = [
+    routes = [
         Route(path, guarded(endpoint, api_key), methods=[method])
         for method, path, endpoint in table
     ]
     routes.append(Route("/health", health))
+    if page is not None:
+        routes += map(file_route, sorted(page.iterdir()))
     paths = sorted({route.path for route in routes})
-    if page is not None and page.is_dir():
-        routes.append(Mount("/", StaticFiles(directory=page, html=True)))
 
     @asynccontextmanager
     async def lives(_: Starlette) -> AsyncIterator[None]:

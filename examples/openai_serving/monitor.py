@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from dllm_sched import DllmSchedError, FinishReason, Request, Scheduler, Update
+from dllm_sched import DllmSchedError, FinishReason, Request, Scheduler, Update, events
 from dllm_sched.runtime import AsyncDriver
 from dllm_sched_hf import D2FEngine
 from openai_serving.text import Text, provisional
 from openai_serving.wire import ApiError
 
+T = TypeVar("T")
+
 PERIOD_S = 0.1  # between two frames
+LOOK_S = 0.01  # between two looks at one answer
 WINDOW_S = 10.0  # of rates
 KEEP = 4096  # steps, endings and waits that are remembered, for rates and percentiles
+KEEP_EVENTS = 2**13
 DONE = (FinishReason.EOS, FinishReason.LENGTH)
 
 
@@ -40,11 +45,43 @@ class Ended(NamedTuple):
     """A request that has ended."""
 
     id: str
+    request: Request
+    num_steps: int
     at: float
     reason: FinishReason
     latency_s: float
     waited_s: float | None  #: until its first step; None if it never ran
     tokens: tuple[int, ...]
+
+
+class History:
+    """An observer: what has become of whom lately, each as (kind, instant, id, value)."""
+
+    def __init__(self) -> None:
+        self.events: deque[tuple[str, float, str, Any]] = deque(maxlen=KEEP_EVENTS)
+        self.count = 0  #: of all there ever were
+        self.joined = (0, "")  #: how many have joined a slot, and who last
+
+    def __call__(self, event: events.Event) -> None:
+        """Write an event down if it is of these. O(1)."""
+        match event:
+            case events.RequestJoined(at, id, slot):
+                told = ("join", at, id, slot)
+                self.joined = (self.joined[0] + 1, id)
+            case events.BlockDone(at, id, blocks):
+                told = ("block", at, id, blocks)
+            case events.PhaseChanged(at, id, phase):
+                told = ("phase", at, id, phase.value)
+            case events.RequestPreempted(at, id):
+                told = ("preempt", at, id, None)
+            case events.RequestFinished(at, id, reason):
+                told = ("end", at, id, reason.value)
+            case events.PolicySet(at, name) if at > -math.inf:  # but for the first one
+                told = ("policy", at, name, None)
+            case _:
+                return
+        self.count += 1
+        self.events.append(told)
 
 
 class Monitor:
@@ -54,12 +91,17 @@ class Monitor:
         scheduler: Of the driver.
         engine: Likewise.
         text: To show answers.
+        history: An observer of the scheduler.
     """
 
-    def __init__(self, scheduler: Scheduler, engine: D2FEngine, text: Text) -> None:
+    def __init__(
+        self, scheduler: Scheduler, engine: D2FEngine, text: Text, history: History
+    ) -> None:
         self._scheduler = scheduler
         self._engine = engine
         self._text = text
+        self._history = history
+        self._run = uuid.uuid4().hex
         # Of the driver's thread:
         self._slots: dict[int, Request] = {}
         self._steps: deque[Step] = deque(maxlen=KEEP)
@@ -88,7 +130,16 @@ class Monitor:
             latency_s = one.finished_at - one.arrived_at
             self._num_ended += 1
             self._ended.append(
-                Ended(one.request.id, one.finished_at, one.reason, latency_s, waited_s, tokens)
+                Ended(
+                    one.request.id,
+                    one.request,
+                    one.num_steps,
+                    one.finished_at,
+                    one.reason,
+                    latency_s,
+                    waited_s,
+                    tokens,
+                )
             )
         batch = update.batch
         if batch is not None:
@@ -119,6 +170,7 @@ class Monitor:
                 "prompt_len": request.prompt_len,
                 "phase": view.phase.value,
                 "arrived_at": view.arrived_at,
+                "admitted_at": view.admitted_at,
             }
             if shown in ("all", request.id, request.group):
                 row["answer"] = self._progress(slot)
@@ -132,6 +184,34 @@ class Monitor:
             "steps": tuple(self._steps),
             "ended": tuple(self._ended),
             "num_ended": self._num_ended,
+            "events": tuple(self._history.events),
+            "num_events": self._history.count,
+        }
+
+    def _look_at(self, request_id: str) -> dict[str, Any] | None:
+        """One request, between two steps; None if nobody knows it. O(KEEP) once it has ended."""
+        try:
+            view = self._scheduler.view(request_id)
+        except DllmSchedError:
+            ended = next((one for one in reversed(self._ended) if one.id == request_id), None)
+            if ended is None:
+                return None
+            return {
+                "request": ended.request,
+                "status": ended.reason.value,
+                "steps": ended.num_steps,
+                "committed": ended.tokens,
+                "provisional": (),
+                "latency_s": ended.latency_s,
+            }
+        answer = None if view.slot is None else self._progress(view.slot)
+        return {
+            "request": view.request,
+            "status": view.status.value,
+            "steps": view.num_steps,
+            "committed": () if answer is None else answer.committed,
+            "provisional": () if answer is None else answer.provisional,
+            "latency_s": None,
         }
 
     def _progress(self, slot: int) -> Any:
@@ -166,33 +246,72 @@ class Monitor:
         Raises:
             ApiError: 503, if the driver has ended.
         """
-        return self._state(await self._ask(shown))
+        return self._state(await self._ask(self._look, shown))
 
-    async def _ask(self, shown: str | None) -> dict[str, Any]:
+    async def _ask(self, look: Callable[[Any], T], shown: str | None) -> T:
         try:
-            return await self._driver.ask(self._look, shown)
+            return await self._driver.ask(look, shown)
         except Exception as error:  # what ended the run
             raise ApiError(503, "the engine is down", None, "engine_down") from error
 
     async def frames(self, shown: str | None = None) -> AsyncGenerator[dict[str, Any], None]:
         """The state every ``PERIOD_S``, with the steps and the endings since the last one.
 
+        The first one has all the events that are remembered, the others those since the last one.
         Ends once the server drains, so that nobody who looks keeps it alive.
         """
-        last_step, num_ended = -1, 0
+        last_step, num_ended, num_events = -1, 0, 0
         first = True
         while not self.draining:
-            seen = await self._ask(shown)
+            seen = await self._ask(self._look, shown)
             frame = self._state(seen)
             fresh = [] if first else [step for step in seen["steps"] if step.id > last_step]
             count = 0 if first else min(seen["num_ended"] - num_ended, len(seen["ended"]))
             ended = seen["ended"][len(seen["ended"]) - count :]
             frame["steps"] = [step._asdict() for step in fresh]
             frame["ended"] = [self._shown_end(one, shown) for one in ended]
-            first, num_ended = False, seen["num_ended"]
+            count = min(seen["num_events"] - num_events, len(seen["events"]))
+            frame["events"] = seen["events"][len(seen["events"]) - count :]
+            first, num_ended, num_events = False, seen["num_ended"], seen["num_events"]
             last_step = seen["steps"][-1].id if seen["steps"] else -1
             yield frame
             await asyncio.sleep(PERIOD_S)
+
+    async def answer(self, request_id: str | None) -> AsyncGenerator[dict[str, Any], None]:
+        """How one request stands, whenever that has changed, until it has ended.
+
+        Args:
+            request_id: Its id; None: of whoever gets a slot next.
+
+        Raises:
+            LookupError: If nobody knows it, or no more.
+        """
+        told, before = None, self._history.joined
+        while request_id is None and not self.draining:
+            await asyncio.sleep(LOOK_S)
+            if self._history.joined != before:
+                request_id = self._history.joined[1]
+        while not self.draining:
+            seen = await self._ask(self._look_at, request_id)
+            if seen is None:
+                raise LookupError(f"request {request_id!r}: unknown, or ended too long ago")
+            if seen != told:
+                request = seen["request"]
+                tokens = seen["committed"]
+                yield {
+                    **seen,
+                    "request": request.id,
+                    "prompt": None if told else self._text.decode(request.prompt),
+                    "max_tokens": request.max_new_tokens,
+                    "block_length": request.block_length,
+                    "position": len(tokens),
+                    "committed": self._text.decode(tokens),
+                    "provisional": provisional(self._text.shown, seen["provisional"]),
+                }
+                told = seen
+            if seen["latency_s"] is not None:
+                return
+            await asyncio.sleep(LOOK_S)  # looks come between steps: of longer ones none is missed
 
     def _shown_end(self, one: Ended, shown: str | None) -> dict[str, Any]:
         end = {
@@ -223,6 +342,7 @@ class Monitor:
         steps = [step for step in seen["steps"] if step.at >= now - WINDOW_S]
         done = [one for one in recent if one.reason in DONE]
         return {
+            "run": self._run,
             "now": now,
             "policy": seen["policy"],
             "draining": self.draining,
@@ -253,6 +373,7 @@ class Monitor:
             "latency_s": percentiles(one.latency_s for one in done),
             "waited_s": percentiles(one.waited_s for one in done if one.waited_s is not None),
             "first_tokens_s": percentiles(self._first_tokens_s),
+            "num_events": seen["num_events"],
             "slots": rows,
         }
 
