@@ -815,6 +815,19 @@ def test_the_state_s_stream_tells_each_step_and_each_end_once(braked):
     braked.idle()
 
 
+def test_only_so_many_may_watch(braked):
+    with contextlib.ExitStack() as stack:
+        kept = []  # an iterator that is dropped hangs up
+        for _ in range(16):
+            watching = braked.http.stream("GET", "/state/stream")
+            kept.append(stack.enter_context(watching).iter_lines())
+            next(kept[-1])
+        refused = stack.enter_context(braked.http.stream("GET", "/state/stream"))
+        assert refused.status_code == 429
+        assert json.loads(refused.read())["error"]["code"] == "too_many_watchers"
+    braked.idle()
+
+
 def test_a_row_s_answer_is_shown_as_it_stands(braked):
     with paused_in_the_middle(braked):
         (row,) = filter(None, braked.http.get("/state?show=all").json()["slots"])
