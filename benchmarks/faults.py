@@ -1,7 +1,7 @@
 """Minutes of overload in which everything goes wrong, on the real engine and the asyncio driver.
 
     python benchmarks/faults.py --threads 1
-    python benchmarks/faults.py --minutes 10 --seed 7
+    python benchmarks/faults.py --minutes 10 --seed 7 --ahead
 
 The model in the box is offered 1.5 times the requests that it can serve (measured first), in an
 open loop. Meanwhile, at random: streams that are closed after a few events, tasks that are
@@ -23,7 +23,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -65,15 +65,39 @@ class FaultyEngine:
         self.engine, self.rng = engine, rng
         self.release, self.progress, self.request = engine.release, engine.progress, engine.request
         self.broken = self.poisoned = 0
+        self.launched = deque()
 
     def run(self, batch):
         if self.rng.random() < STEP_FAILS:
             self.broken += 1
             raise BrokenStepError(f"step {batch.step_id} was to fail")
-        outcome = self.engine.run(batch)
+        return self._with_poison(batch, self.engine.run(batch))
+
+    def launch(self, batch):
+        if self.rng.random() < STEP_FAILS:
+            self.broken += 1
+            raise BrokenStepError(f"step {batch.step_id} was to fail")
+        self.engine.launch(batch)
+        self.launched.append(batch)
+
+    def collect(self):
+        try:
+            return self._with_poison(self.launched.popleft(), self.engine.collect())
+        except Exception:
+            self.launched.clear()
+            raise
+
+    def _with_poison(self, batch, outcome):
         if self.rng.random() < ROW_FAILS:
             ended = {row.slot for row in (*outcome.finished, *outcome.failed)}
-            alive = [row.slot for row in batch.rows if row.slot not in ended]
+            here = self.engine._tenants  # a step ahead may still have rows that are gone
+            alive = [
+                row.slot
+                for row in batch.rows
+                if row.slot not in ended | self.engine._over
+                and here[row.slot] is not None
+                and here[row.slot].request is row.request
+            ]
             if alive:
                 self.poisoned += 1
                 slot = self.rng.choice(alive)
@@ -243,7 +267,11 @@ async def overload(model, prompts, answers, rate, args):
     """Offer requests at ``rate`` for some minutes; returns what is to be told."""
     rng = random.Random(args.seed)
     engine = FaultyEngine(D2FEngine(model, max_num_seqs=SLOTS), random.Random(args.seed + 1))
-    scheduler = Scheduler(policy=policies()[0], capacity=Capacity(max_num_seqs=SLOTS))
+    scheduler = Scheduler(
+        policy=policies()[0],
+        capacity=Capacity(max_num_seqs=SLOTS),
+        max_in_flight=2 if args.ahead else 1,
+    )
     ledger, lateness_s = Ledger(prompts, answers), []
 
     driver = AsyncDriver(
@@ -305,6 +333,7 @@ def main():
     parser.add_argument("--load", type=float, default=1.5, help="times what it can serve")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ahead", action="store_true", help="with two steps in flight")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

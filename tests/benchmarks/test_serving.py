@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -13,8 +15,9 @@ def run(script, *args):
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_a_run_in_which_everything_goes_wrong_loses_nobody():
-    done = run("faults.py", "--minutes", "0.1", "--prompts", "20", "--seed", "3")
+@pytest.mark.parametrize("ahead", [(), ("--ahead",)])
+def test_a_run_in_which_everything_goes_wrong_loses_nobody(ahead):
+    done = run("faults.py", "--minutes", "0.07", "--prompts", "20", "--seed", "3", *ahead)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost 0, told twice 0" in done.stdout
     assert "answers that changed 0" in done.stdout
