@@ -106,8 +106,8 @@ class Handle:
         """
         return await self._wait_for(self._result)
 
-    def __aiter__(self) -> AsyncIterator[Committed | Provisional]:
-        """Follow the answer; once.
+    def __aiter__(self) -> AsyncGenerator[Committed | Provisional, None]:
+        """Follow the answer; once. Who may leave early leaves by ``contextlib.aclosing``.
 
         Raises:
             EngineProtocolError: If it is not streamed, or is being followed already.

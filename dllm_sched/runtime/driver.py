@@ -184,6 +184,7 @@ class Driver:
         self._inbox: Inbox[Message] = Inbox(self._clock)
         self._gate = threading.Lock()  # between a put and the end of the run
         self._closed = False
+        self._failure: BaseException | None = None  # what ended the run, once it is closed
         self._open: set[Future[Any]] = set()  # not ended
         self._active: dict[str, Future[Finished | Rejected] | None] = {}
         self._restarts: dict[str, int] = {}
@@ -216,8 +217,9 @@ class Driver:
 
         Returns:
             A future that ends exactly once: with ``Finished``, with ``Rejected`` (also after the
-            run is over), or with the exception that the submission or the run met. Its own
-            ``cancel`` works only until the request is taken up; after that call ``cancel`` here.
+            run is over), or with the exception that the submission meets, or that ended the run.
+            Its own ``cancel`` works only until the request is taken up; after that call ``cancel``
+            here.
 
         Raises:
             ConfigError: If it is not a Request.
@@ -228,7 +230,10 @@ class Driver:
         if not self._put(
             lambda: self._take_up(future, self._submit, request, future, on_accepted), future
         ):
-            future.set_result(Rejected(request.id, "draining"))
+            if self._failure is None:
+                future.set_result(Rejected(request.id, "draining"))
+            else:
+                future.set_exception(self._failure)
         return future
 
     def cancel(self, request_id: str, future: Future[Any] | None = None) -> None:
@@ -597,6 +602,7 @@ class Driver:
         """Answer everyone who still waits, whatever their callbacks raise."""
         with self._gate:
             self._closed = True
+            self._failure = failure
         self._active.clear()
         error = failure or EngineProtocolError("run: it is over")
         raised: BaseException | None = None
