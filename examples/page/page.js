@@ -378,7 +378,8 @@ function drawBar(c, bar, x, to, lane, byPhase) {
   const height = lane - 2;
   const start = x(bar.from);
   const end = Math.max(x(to) - 1, start + 1);
-  if (byPhase || bar.reason === null) {
+  const over = bar.reason !== null && bar.to <= to; // as far as the picture goes
+  if (byPhase || !over) {
     for (const [i, [at, phase]] of bar.phases.entries()) {
       const next = i + 1 < bar.phases.length ? x(bar.phases[i + 1][0]) : end;
       c.fillStyle = byPhase ? colour[PHASES[phase] ?? "cancelled"] : colour.reuse;
@@ -393,17 +394,20 @@ function drawBar(c, bar, x, to, lane, byPhase) {
     c.fillStyle = colour.tick;
     for (const at of bar.blocks) if (at < to) c.fillRect(x(at) - 0.5, y, 1, height);
   }
-  if (bar.reason !== null && bar.to <= to && byPhase) {
+  if (over && byPhase) {
     const cap = Math.min(4, (end - start) / 3);
+    c.fillStyle = colour.card;
+    if (bar.reason !== "eos") c.fillRect(end - cap - 1, y, 1, height);
     c.fillStyle = endColour(bar);
     c.fillRect(end - cap, y, cap, height);
   }
-  c.fillStyle = fill;
   if (lane >= 13 && end - start > 64) {
-    const text = bar.reason === null ? shortId(bar.id) : bar.reason.replaceAll("_", " ");
+    const text = over ? bar.reason.replaceAll("_", " ") : shortId(bar.id);
     const width = Math.min(c.measureText(text).width, end - start - 20);
+    c.fillStyle = fill;
     c.fillRect(end - width - 12, y, width + 6, height); // no tick shows through, nor a phase
-    c.fillStyle = byPhase && bar.phases.at(-1)[1] === "prefill" ? colour["on-prefill"] : colour.label;
+    c.fillStyle =
+      byPhase && bar.phases.at(-1)[1] === "prefill" ? colour["on-prefill"] : colour.label;
     c.textAlign = "right";
     c.fillText(text, end - 9, y + height / 2 + 0.5, width);
   }
