@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         NonFiniteLogitsError,
         StepOutOfMemoryError,
     )
+    from dllm_sched_hf.graphs import GraphStats, capture_cuda
     from dllm_sched_hf.loading import load_model
     from dllm_sched_hf.modeling_llada import LLaDAConfig, LLaDAModelLM, block_causal_mask
 
@@ -45,6 +46,7 @@ __all__ = [
     "DiffusionGemmaRequest",
     "FastDLLMEngine",
     "FastDLLMRequest",
+    "GraphStats",
     "LLaDAConfig",
     "LLaDAEngine",
     "LLaDAModelLM",
@@ -53,6 +55,7 @@ __all__ = [
     "StepOutOfMemoryError",
     "StepPlan",
     "block_causal_mask",
+    "capture_cuda",
     "load_model",
 ]
 
@@ -62,10 +65,12 @@ _MODULES = {
     "Decoder": "decoder",
     "DiffusionGemmaEngine": "diffusion_gemma",
     "DiffusionGemmaRequest": "diffusion_gemma",
+    "GraphStats": "graphs",
     "StepPlan": "decoder",
     "LLaDAConfig": "modeling_llada",
     "LLaDAModelLM": "modeling_llada",
     "block_causal_mask": "modeling_llada",
+    "capture_cuda": "graphs",
     "load_model": "loading",
 }
 _EXTRA = {"numpy", "peft", "safetensors", "torch", "transformers"}

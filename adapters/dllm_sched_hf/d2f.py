@@ -124,12 +124,13 @@ class D2F(Decoder):
         """Append and activate blocks and lay out the coming forward; writes nothing."""
         prompt_len, length = self.prompt_len[slots], self.block_length[slots]
         num_blocks, left, ready = self.num_blocks[slots], self.left[slots], self.ready[slots]
-        rows = np.arange(len(slots))
 
         # Append at most one block, if the last one (at first the prompt) is decoded far enough.
         # Double precision throughout: thresholds are compared with exact small fractions.
-        ratio = (length[:, None] - left) / length[:, None]
-        last = np.where(num_blocks > 0, ratio[rows, num_blocks - 1], 1.0)
+        whole = length[:, None]
+        ratio = (whole - left) / whole
+        last = ratio[np.arange(len(slots)), num_blocks - 1]
+        last[num_blocks == 0] = 1.0
         num_blocks += self._may_append(slots, num_blocks) & (
             last >= self.block_add_threshold[slots]
         )
@@ -144,7 +145,9 @@ class D2F(Decoder):
         start, end = self.cached[slots], prompt_len + num_blocks * length
         row, position, token = self._pack(slots, start, end)
         offset = position - prompt_len[row]
-        block_end = (offset // length[row] + 1) * length[row]
+        length_of = length[row]
+        # The end of its block; the prompt is one, and ends where the blocks begin.
+        visible = position - np.where(offset < 0, offset, offset % length_of - length_of)
         return D2FPlan(
             slots=slots,
             start=start,
@@ -153,8 +156,8 @@ class D2F(Decoder):
             row=row,
             position=position,
             token=token,
-            visible=prompt_len[row] + np.where(offset < 0, 0, block_end),
-            masked=np.flatnonzero((token == self.mask_id) & (offset >= 0)),
+            visible=visible,
+            masked=(token == self.mask_id).nonzero()[0],  # no prompt holds one
             num_finished=self.num_finished[slots],
             num_blocks=num_blocks,
             left=left,

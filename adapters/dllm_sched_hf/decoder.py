@@ -245,7 +245,9 @@ class StepPlan:
     row: Ints  #: ``[n]`` sequence of each token, ascending
     position: Ints  #: ``[n]`` its position in the sequence
     token: Ints  #: ``[n]`` its id
-    visible: Ints  #: ``[n]`` it attends to the positions below this one
+    visible: Ints
+    """``[n]`` it attends to the positions below this one; never less than the tokens of the same
+    sequence before it."""
     masked: Ints  #: ``[c]`` indices into the n tokens, ascending
     guide: Ints | None = None
     """``[c]`` index of the same position in the row's second sequence, -1 where the row has none;

@@ -300,14 +300,18 @@ class LLaDARMSNorm(nn.Module):
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
+        self._eps: Tensor | None = None
         self.weight = nn.Parameter(torch.ones(config.d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed ``x`` (``[..., d_model]``) in its own dtype."""
-        if x.is_cpu and x.dtype == torch.float32:  # where rms_norm is a chain of six operations
+        if x.is_cpu and x.dtype == torch.float32 and not torch.is_grad_enabled():
+            # There rms_norm is a chain of nine operations; this is one of five.
+            if self._eps is None:
+                self._eps = torch.full((1,), self.eps)
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            mean_square = norm.square().mul(1 / x.shape[-1])
-            return x * (mean_square + self.eps).rsqrt() * self.weight
+            mean_square = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1])
+            return mean_square.rsqrt_().mul(x).mul_(self.weight)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
 
