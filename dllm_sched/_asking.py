@@ -44,9 +44,12 @@ class Asking:
 
     # Slots: an instance with this many attributes in a dict finds each of them by hashing.
     __slots__ = (
+        "_key",
         "_key_length",
+        "_limits",
         "_observing",
         "accept",
+        "admission",
         "admit",
         "batch_knobs",
         "due",
@@ -94,12 +97,15 @@ class Asking:
         self.needs_lanes = "lanes" in needs
         self.needs_length = "max_length" in needs
         self.every_step = "every_step" in needs
+        self.admission = admission = policy.admission._within_max_rows()
+        self._key = policy.ordering.key
+        self._limits = policy.eviction.limits
         self.key = policy.ordering.asks("key")
-        self.accept = policy.admission.asks("accept")
-        self.admit = policy.admission.asks("admit")
-        self.joined = policy.admission.asks("joined")
-        self.settle = policy.admission.asks("settle")
-        self.recheck = policy.admission.asks("recheck")
+        self.accept = admission.asks("accept")
+        self.admit = admission.asks("admit")
+        self.joined = admission.asks("joined")
+        self.settle = admission.asks("settle")
+        self.recheck = admission.asks("recheck")
         self.due = policy.timeout.asks("due")
         self.due_every_step = self.due and policy.timeout.scope == "step"
         self.select = policy.composition.asks("select")
@@ -121,7 +127,8 @@ class Asking:
         )
         self._key_length: int | None = None
         self._observing: dict[type[Any], list[tuple[int, Strategy]]] = {}
-        for axis, strategy in enumerate(policy.strategies):
+        strategies = (policy.ordering, admission, *policy.strategies[2:])
+        for axis, strategy in enumerate(strategies):
             for kind in strategy.observes:
                 self._observing.setdefault(kind, []).append((axis, strategy))
         self.shapes_batches = self.select or self.batch_knobs or self.hints
@@ -140,9 +147,9 @@ class Asking:
         self.may_raise_late = bool(self.observed) or self.knobs or self.shapes_batches
         self.states: tuple[Any, ...] = tuple(
             previous.states[axis]
-            if previous is not None and previous.policy.strategies[axis] is strategy
+            if previous is not None and previous.policy.strategies[axis] is policy.strategies[axis]
             else self._init(strategy)
-            for axis, strategy in enumerate(policy.strategies)
+            for axis, strategy in enumerate(strategies)
         )
 
     def _validate(self, capacity: Capacity) -> None:
@@ -194,9 +201,19 @@ class Asking:
         if not self.key:
             return ()
         try:
-            key = self.policy.ordering.key(self.states[_ORDERING], view)
+            key = self._key(self.states[_ORDERING], view)
         except Exception as error:
             raise self.error("ordering.key", error, view) from error
+        if type(key) is tuple and len(key) == self._key_length:
+            for part in key:
+                if (type(part) is not int and type(part) is not float) or part != part:
+                    break
+            else:
+                return key
+        self._check_key(key, view)
+        return key
+
+    def _check_key(self, key: Any, view: RequestView) -> None:
         if not isinstance(key, tuple):
             raise self.wrong(f"a key must be a tuple of numbers, got {key!r}", view)
         for part in key:
@@ -208,14 +225,13 @@ class Asking:
             raise self.wrong(
                 f"keys must have one length, got {key!r} after keys of {self._key_length}", view
             )
-        return key
 
     # --- admission ----------------------------------------------------------------------------
 
     def refusal(self, view: RequestView, counts: SchedulerView) -> str | None:
         """Ask whether a submitted request is refused, and why."""
         try:
-            reason = self.policy.admission.accept(self.states[_ADMISSION], view, counts)
+            reason = self.admission.accept(self.states[_ADMISSION], view, counts)
         except Exception as error:
             raise self.error("admission.accept", error, view) from error
         if reason is not None and not isinstance(reason, str):
@@ -280,7 +296,10 @@ class Asking:
         if not self.limits:
             return (_INF, _INF)
         try:
-            instant, steps = map(_number, self.policy.eviction.limits(view))
+            instant, steps = limits = self._limits(view)
+            if type(instant) is type(steps) is float and instant <= _INF and steps >= 1:
+                return limits
+            instant, steps = _number(instant), _number(steps)
             valid = instant <= _INF and steps >= 1
         except Exception as error:
             raise self.error("eviction.limits", error, view) from error
@@ -345,9 +364,10 @@ class Asking:
 
     def _knobs(self, answer: Any, now: float) -> tuple[Knobs, float]:
         knobs, until = answer
-        if not isinstance(knobs, Mapping):
+        if type(knobs) is not dict and not isinstance(knobs, Mapping):
             raise self.wrong(f"knobs must be a mapping, got {knobs!r}")
-        until = _number(until)
+        if type(until) is not float:
+            until = _number(until)
         if not until > now:
             raise self.wrong(f"knobs must hold beyond now={now}, got valid_until={until!r}")
         return knobs if knobs is NO_KNOBS else dict(knobs), until  # the policy may change its own

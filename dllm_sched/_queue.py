@@ -49,14 +49,6 @@ class LaneQueue:
             return line[0] if line else None
         return line[0] if line and line[0] < heap[0] else heap[0]
 
-    def pop(self, entry: Entry) -> None:
-        """Take the first entry, which is this one. O(log n)."""
-        line = self.line
-        if line and line[0] is entry:
-            line.popleft()
-        else:
-            heappop(self.heap)
-
     def sweep(self) -> None:
         """Drop every dead entry. O(n)."""
         self.line = deque([entry for entry in self.line if entry[-1]._entry is entry])
@@ -68,13 +60,44 @@ class LaneQueue:
 class KeyQueue:
     """What is waiting under one batch_key: the unit that a batch starts from."""
 
-    __slots__ = ("arrivals", "batch_key", "lanes", "size")
+    __slots__ = ("arrivals", "batch_key", "lanes", "returned", "size")
 
     def __init__(self, batch_key: Hashable) -> None:
         self.batch_key = batch_key
         self.size = 0
         self.lanes: dict[Lane, LaneQueue] = {}
-        self.arrivals: list[tuple[int, RequestView]] = []
+        # by arrival, those who left included: in order, and the heap of who came back
+        self.arrivals: deque[RequestView] = deque()
+        self.returned: list[tuple[int, RequestView]] = []
+
+    def note_arrival(self, view: RequestView) -> None:
+        """Keep the order of arrival. O(1), O(log n) for a request that ran before."""
+        arrivals = self.arrivals
+        if not arrivals or arrivals[-1]._sequence < view._sequence:
+            arrivals.append(view)
+        else:
+            heappush(self.returned, (view._sequence, view))
+
+    def forget_arrivals(self) -> None:
+        """Drop those who left, once they prevail. Amortised O(1)."""
+        arrivals, returned = self.arrivals, self.returned
+        if not self.size:
+            arrivals.clear()
+            returned.clear()
+        elif len(arrivals) + len(returned) > max(_SMALL, 2 * self.size):
+            self.arrivals = deque([view for view in arrivals if view._lane is not None])
+            self.returned = [one for one in returned if one[1]._lane is not None]
+            heapify(self.returned)
+
+    def oldest_arrival_at(self) -> float:
+        """Arrival instant of the oldest request, ``inf`` if none. Amortised O(log n)."""
+        arrivals, returned = self.arrivals, self.returned
+        while arrivals and arrivals[0]._lane is None:
+            arrivals.popleft()
+        while returned and returned[0][1]._lane is None:
+            heappop(returned)
+        oldest = arrivals[0]._arrived_at if arrivals else math.inf
+        return min(oldest, returned[0][1]._arrived_at) if returned else oldest
 
 
 class WaitingQueue:
@@ -116,7 +139,7 @@ class WaitingQueue:
         if self._sole is None and lane.first() is entry:
             self._refresh(lane)
         if self._track_arrivals:
-            heappush(lane.key_queue.arrivals, (view._sequence, view))
+            lane.key_queue.note_arrival(view)
 
     def _lane_of(self, request: Request) -> LaneQueue:
         """The lane of a request. Without lanes declared there is one per batch_key."""
@@ -157,6 +180,9 @@ class WaitingQueue:
         """
         sole = self._sole
         if sole is not None:
+            line = sole.line
+            if not sole.heap and not sole.parked:
+                return line[0][-1] if line else None
             first = None if sole.parked else sole.first()
             return None if first is None else first[-1]
         if only is not None:
@@ -180,7 +206,11 @@ class WaitingQueue:
         It stays counted until ``settle_pops`` or comes back by ``restore``.
         """
         lane: LaneQueue = view._lane
-        lane.pop(view._entry)
+        line = lane.line
+        if line and line[0] is view._entry:
+            line.popleft()
+        else:
+            heappop(lane.heap)
         if lane.dead or self._sole is None:
             self._refresh(lane)
 
@@ -243,11 +273,15 @@ class WaitingQueue:
 
     def settle_pops(self, views: Sequence[RequestView]) -> None:
         """Make the ``pop`` of each final. O(1) for each; in one lane, O(1) for all."""
+        self.size -= len(views)
         sole = self._sole
-        if sole is not None and not self._track_arrivals:
+        if sole is not None:
             sole.size -= len(views)
             sole.key_queue.size -= len(views)
-            self.size -= len(views)
+            if self._track_arrivals:
+                for view in views:
+                    view._lane = None
+                sole.key_queue.forget_arrivals()
             return
         for view in views:
             lane: LaneQueue = view._lane
@@ -255,15 +289,10 @@ class WaitingQueue:
             view._lane = view._entry = None
             lane.size -= 1
             key_queue.size -= 1
-            if not lane.size:
-                if not lane.parked:
-                    self._close(lane)
-            elif self._track_arrivals:
-                arrivals = key_queue.arrivals
-                if len(arrivals) > _SMALL and len(arrivals) > 2 * key_queue.size:
-                    key_queue.arrivals = [a for a in arrivals if a[1]._lane is not None]
-                    heapify(key_queue.arrivals)
-        self.size -= len(views)
+            if self._track_arrivals:
+                key_queue.forget_arrivals()
+            if not lane.size and not lane.parked:
+                self._close(lane)
 
     def discard(self, view: RequestView) -> None:
         """Remove a waiting request that was not popped. Amortised O(log n), deleted lazily."""
@@ -283,10 +312,9 @@ class WaitingQueue:
             lane.sweep()
 
     def _close(self, lane: LaneQueue) -> None:
-        key_queue = lane.key_queue
         if lane is self._sole:
-            key_queue.arrivals.clear()
             return
+        key_queue = lane.key_queue
         del self.lanes[lane.lane]
         del key_queue.lanes[lane.lane]
         if not key_queue.lanes:
@@ -305,16 +333,6 @@ class WaitingQueue:
             self._close(lane)
         else:
             self._refresh(lane)
-
-    def oldest_arrival_at(self, key_queue: KeyQueue) -> float:
-        """Arrival instant of the oldest request under a batch_key, ``inf`` if none. O(log n)."""
-        arrivals = key_queue.arrivals
-        while arrivals:
-            view = arrivals[0][1]
-            if view._lane is not None:
-                return view._arrived_at
-            heappop(arrivals)
-        return math.inf
 
     def by_lane(self) -> dict[Lane, int]:
         """Waiting requests per lane, of those that have any. O(lanes)."""

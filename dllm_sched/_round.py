@@ -80,7 +80,7 @@ def stage_round(
     need = 0
     state = None
     if round is not None:
-        admission = asking.policy.admission
+        admission = asking.admission
         state = asking.admission_state
     asks_admit = asking.admit
     hook = "admission.admit"

@@ -1155,7 +1155,10 @@ class Scheduler:
         oldest = _INF
         if asking.due:
             keys = queue.keys.values() if key is None else (key,)
-            oldest = min([queue.oldest_arrival_at(one) for one in keys], default=_INF)
+            for one in keys:
+                arrived_at = one.oldest_arrival_at()
+                if arrived_at < oldest:
+                    oldest = arrived_at
         free_slots = capacity.max_num_seqs - running.size
         view: SchedulerView = _new(
             SchedulerView,
@@ -1412,27 +1415,29 @@ class Scheduler:
         if knobs is not None:
             for view, (row_knobs, until) in zip(views, knobs, strict=True):
                 view._knobs = row_knobs
-                self._arm_knobs(view, until)
+                if until != _INF:
+                    self._arm_knobs(view, until)
         self._running.join(views, now, 0 if self._in_flight is None else 1)
         self._progressed = True
         if limits is not None:
-            for view, (instant, _) in zip(views, limits, strict=True):
-                self._limit(view, instant)
+            self._arm_limits(views, limits)
         elif self._expiries.heap:
             for view in views:
-                self._limit(view, _INF)
+                if view._expire_at != _INF:
+                    self._arm(view, _INF, _DEADLINE)
         if self._watch:
             for view in views:
                 self._emit_joined(view, now)
 
-    def _limit(self, view: RequestView, instant: float) -> None:
-        """Let a row that has joined end at an instant, and at its step cap."""
-        if instant != _INF or view._expire_at != _INF:
-            self._arm(view, instant, _DEADLINE)
-        if view._step_limit != _INF:
-            limit_step = self._clock.steps + view._step_limit - view.num_steps
-            if limit_step < self._limit_step:
-                self._limit_step = limit_step
+    def _arm_limits(self, views: list[RequestView], limits: list[tuple[float, float]]) -> None:
+        """Let rows that have joined end at an instant, and at their step cap."""
+        limit_step, num_steps = self._limit_step, self._clock.steps
+        for view, (instant, steps) in zip(views, limits, strict=True):
+            if instant != _INF or view._expire_at != _INF:
+                self._arm(view, instant, _DEADLINE)
+            if steps < limit_step:  # of no use for a cap that lies beyond
+                limit_step = min(limit_step, num_steps + steps - view.num_steps)
+        self._limit_step = limit_step
 
     def _emit_joined(self, view: RequestView, now: float) -> None:
         slot, waited_s = view._slot, now - view._arrived_at

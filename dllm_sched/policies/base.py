@@ -149,6 +149,10 @@ class Admission(Strategy):
 
     max_rows: float = math.inf
 
+    def _within_max_rows(self) -> Admission:
+        """Return what is left to ask where nobody joins beyond ``max_rows`` anyway."""
+        return self
+
     def accept(self, state: Any, rv: RequestView, view: SchedulerView) -> str | None:
         """Return why a submitted request is refused, or None to queue it."""
         return None
@@ -347,10 +351,22 @@ class _Then(_Parts, Ordering):
         return key
 
 
+_HOOKS = ("accept", "admit", "joined", "settle", "recheck")  # of an admission
+
+
 class _AdmissionPair(_Combined, Admission):
     def __init__(self, parts: tuple[Any, ...], combine: Any) -> None:
         super().__init__(parts, combine)
         self.max_rows = combine(part.max_rows for part in parts)
+
+    def _within_max_rows(self) -> Admission:
+        if self.combine is max:
+            return self  # ``max_rows`` of one part is no limit where another may admit
+        rest = tuple(part for part in self.parts if part.observes or any(map(part.asks, _HOOKS)))
+        if len(rest) == 1:
+            only: Admission = rest[0]._within_max_rows()
+            return only
+        return _AdmissionPair(rest, min) if rest else self
 
     def asks(self, hook: str) -> bool:
         if hook == "admit" and self.combine is max:
@@ -403,8 +419,8 @@ class _CompositionPair(_Combined, Composition):
 
 class _EvictionPair(_Combined, Eviction):
     def limits(self, rv: RequestView) -> tuple[float, float]:
-        limits = [part.limits(rv) for part in self.parts]
-        return (self.combine(i for i, _ in limits), self.combine(s for _, s in limits))
+        instants, steps = zip(*[part.limits(rv) for part in self.parts], strict=True)
+        return (self.combine(instants), self.combine(steps))
 
     def victims(self, state: Any, need_pages: int, round: Round) -> Iterable[Victim]:
         answers = [

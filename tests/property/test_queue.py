@@ -170,7 +170,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self.tracks:
             for key, inside in by_key.items():
                 oldest = min(inside, key=lambda view: view.sequence).arrived_at
-                assert queue.oldest_arrival_at(queue.keys[key]) == oldest
+                assert queue.keys[key].oldest_arrival_at() == oldest
 
     def teardown(self):
         """Whatever is left comes out in order, and leaves nothing behind."""
