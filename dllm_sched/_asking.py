@@ -48,6 +48,7 @@ class Asking:
         "_key_length",
         "_limits",
         "_observing",
+        "_row_knobs",
         "accept",
         "admission",
         "admit",
@@ -100,6 +101,7 @@ class Asking:
         self.admission = admission = policy.admission._within_max_rows()
         self._key = policy.ordering.key
         self._limits = policy.eviction.limits
+        self._row_knobs = policy.control.knobs
         self.key = policy.ordering.asks("key")
         self.accept = admission.asks("accept")
         self.admit = admission.asks("admit")
@@ -296,10 +298,11 @@ class Asking:
         if not self.limits:
             return (_INF, _INF)
         try:
-            instant, steps = limits = self._limits(view)
-            if type(instant) is type(steps) is float and instant <= _INF and steps >= 1:
-                return limits
-            instant, steps = _number(instant), _number(steps)
+            instant, steps = self._limits(view)
+            if type(instant) is not float:
+                instant = _number(instant)
+            if type(steps) is not int or steps >= _BIG:
+                steps = _number(steps)
             valid = instant <= _INF and steps >= 1
         except Exception as error:
             raise self.error("eviction.limits", error, view) from error
@@ -338,7 +341,10 @@ class Asking:
     def row_knobs(self, view: RequestView, counts: SchedulerView) -> tuple[Knobs, float]:
         """Ask for a row's knobs and until when they hold."""
         try:
-            answer = self.policy.control.knobs(self.states[_CONTROL], view, counts)
+            answer = self._row_knobs(self.states[_CONTROL], view, counts)
+            knobs, until = answer
+            if type(knobs) is dict and type(until) is float and until > counts[0]:
+                return dict(knobs), until  # the policy may change its own
             return self._knobs(answer, counts.now)
         except PolicyError:
             raise

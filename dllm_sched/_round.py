@@ -23,22 +23,30 @@ _SKIPS_PER_ROUND = 8
 
 
 class Staged:
-    """What a round decided; the scheduler carries it out.
+    """What a round decided; the scheduler carries it out."""
 
-    The defaults stand on the class: most rounds set few of these.
-    """
-
-    limits: list[tuple[float, float]] | None = None  # (instant, steps) of each; None: not asked
-    knobs: list[tuple[Knobs, float]] | None = None  # and (knobs, until)
-    state: Any = None  # admission's
-    recheck = _INF
-    due_at = _INF  # when the first batch_key held back is due
-    blocked: tuple[RequestView, BlockedBy] | None = None  # the head that stays, and why
-    hopeless: RequestView | None = None  # can never fit the capacity any more
-    waits_for_next_round = False  # batch_keys held back may join running rows
+    __slots__ = (
+        "blocked",
+        "due_at",
+        "hopeless",
+        "knobs",
+        "limits",
+        "recheck",
+        "state",
+        "views",
+        "waits_for_next_round",
+    )
 
     def __init__(self) -> None:
         self.views: list[RequestView] = []  # who joins, in order
+        self.limits: list[tuple[float, float]] | None = None  # (instant, steps) of each, if asked
+        self.knobs: list[tuple[Knobs, float]] | None = None  # and (knobs, until)
+        self.state: Any = None  # admission's
+        self.recheck = _INF
+        self.due_at = _INF  # when the first batch_key held back is due
+        self.blocked: tuple[RequestView, BlockedBy] | None = None  # the head that stays, and why
+        self.hopeless: RequestView | None = None  # can never fit the capacity any more
+        self.waits_for_next_round = False  # batch_keys held back may join running rows
 
 
 def stage_round(
@@ -75,7 +83,7 @@ def stage_round(
     memory = capacity.memory
     idle = not running.size
     only: KeyQueue | None = None
-    room = min(len(running.free_slots), max_rows - running.size)
+    room = max(0, min(len(running.free_slots), max_rows - running.size))
     pages = running.free_pages
     need = 0
     state = None
@@ -89,7 +97,7 @@ def stage_round(
         if asking.due and (idle or asking.due_every_step):
             _hold_back(asking, queue, parked, staged, now, counts_of)
         while (view := queue.peek(only)) is not None:
-            if len(views) >= room:
+            if not room:
                 full = running.size + len(views) >= capacity.max_num_seqs
                 staged.blocked = (view, BlockedBy.SLOTS if full else BlockedBy.POLICY)
                 break
@@ -124,6 +132,7 @@ def stage_round(
             if idle:
                 only = view._lane.key_queue  # an empty engine starts one batch_key
             views.append(view)
+            room -= 1
             pages -= need
             if round is not None:
                 round.joined.append(view)

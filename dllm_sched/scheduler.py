@@ -1115,7 +1115,7 @@ class Scheduler:
             round = self._hold_round(now)
         else:
             held = False
-        if asking.knobs:
+        if asking.knobs and (self._knob_expiries.heap or self._knob_boundaries):
             self._renew_knobs(now)
         batch = self._compose(round, now) if self._running.size else None
         if held:  # what the round was about has been seen, by composition and hints as well

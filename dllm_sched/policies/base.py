@@ -419,8 +419,12 @@ class _CompositionPair(_Combined, Composition):
 
 class _EvictionPair(_Combined, Eviction):
     def limits(self, rv: RequestView) -> tuple[float, float]:
-        instants, steps = zip(*[part.limits(rv) for part in self.parts], strict=True)
-        return (self.combine(instants), self.combine(steps))
+        combine = self.combine
+        instant, steps = self.parts[0].limits(rv)
+        for part in self.parts[1:]:
+            other, more = part.limits(rv)
+            instant, steps = combine(instant, other), combine(steps, more)
+        return (instant, steps)
 
     def victims(self, state: Any, need_pages: int, round: Round) -> Iterable[Victim]:
         answers = [
