@@ -273,11 +273,11 @@ class WaitingQueue:
 
     def settle_pops(self, views: Sequence[RequestView]) -> None:
         """Make the ``pop`` of each final. O(1) for each; in one lane, O(1) for all."""
-        self.size -= len(views)
-        sole = self._sole
+        sole, count = self._sole, len(views)
+        self.size -= count
         if sole is not None:
-            sole.size -= len(views)
-            sole.key_queue.size -= len(views)
+            sole.size -= count
+            sole.key_queue.size -= count
             if self._track_arrivals:
                 for view in views:
                     view._lane = None

@@ -224,10 +224,10 @@ class RunningSet:
             flying: Steps in flight, which they are not in.
         """
         slots, free_slots, untold = self.slots, self.free_slots, self.untold
-        memory = self.capacity.memory
+        number, tokens = self.num_joined, self.tokens
         cohort: Cohort | None = None
         for view in views:
-            request, phase, tokens = view.request, view._phase, view._max_tokens
+            request, phase = view.request, view._phase
             if (
                 cohort is None
                 or phase is not cohort.phase
@@ -239,24 +239,28 @@ class RunningSet:
                 steps = cohort.offset + cohort.clock.steps + flying
             slot = free_slots.pop()
             slots[slot] = view
+            untold[view] = False
             view._status = AFTER_ADMIT[view._status]
             if view._admitted_at is None:
                 view._admitted_at = now
-            view._slot = slot
             view._lane = view._entry = None
-            untold[view] = False
-            view._join_number = self.num_joined
-            self.num_joined += 1
-            self.tokens += tokens
+            view._slot = slot
+            view._join_number = number
+            number += 1
             view._cohort = cohort
             view._index = len(rows)
             view._steps_base -= steps
-            rows.append(_new(Row, (slot, request, phase, tokens, view._knobs, view._resumed)))
+            max_tokens = view._max_tokens
+            tokens += max_tokens
+            rows.append(_new(Row, (slot, request, phase, max_tokens, view._knobs, view._resumed)))
             if view._step_limit != _INF:
                 cohort.push_limit(view)
-            if memory is not None:
-                self.grow(view, self.pages(view))
         self.size += len(views)
+        self.num_joined = number
+        self.tokens = tokens
+        if self.capacity.memory is not None:
+            for view in views:
+                self.grow(view, self.pages(view))
         if self._keeps_counts:
             for view in views:
                 self._count(view)
@@ -281,7 +285,7 @@ class RunningSet:
         if index != len(rows):
             rows[index] = last
             self.slots[last[0]]._index = index  # type: ignore[union-attr]  # whoever runs has one
-        elif not rows:
+        elif index == 0:
             self._close_key_if_empty(cohort.key_rows)
         view._steps_base += cohort.offset + cohort.clock.steps
         view._cohort = cohort._frozen = None

@@ -193,7 +193,6 @@ class Scheduler:
         "_now",
         "_num_blocks",
         "_num_failed_steps",
-        "_num_finished",
         "_num_preempted",
         "_num_rejected",
         "_num_rounds",
@@ -291,7 +290,6 @@ class Scheduler:
 
         self._num_submitted = 0
         self._num_rejected = 0
-        self._num_finished = 0
         self._counted_steps = 0  # of the clock's, in the two totals below
         self._next_step_id = 0
         self._row_steps = 0
@@ -528,8 +526,8 @@ class Scheduler:
             )
         self._now = self._at = now
         self._in_flight = ahead
-        self._ahead = None
         if ahead is not None:
+            self._ahead = None
             self._count_steps()  # of batches with other rows, perhaps
         clock.steps = num_steps = clock.steps + steps
         steps_since = num_steps - self._counted_steps
@@ -797,7 +795,7 @@ class Scheduler:
             self._num_rejected,
             self._queue.size,
             self._running.size,
-            self._num_finished,
+            sum(self._by_reason.values()),
         )
 
     def stats(self) -> Stats:
@@ -1229,7 +1227,11 @@ class Scheduler:
                 for view in views:
                     queue.restore(view)
                 raise
-        self._join(views, now, limits)
+        if limits is None and not self._expiries.heap:
+            queue.settle_pops(views)
+            running.join(views, now)
+        else:
+            self._join(views, now, limits)
         self._num_rounds += 1
         self._round_step = self._clock.steps
 
@@ -1476,7 +1478,6 @@ class Scheduler:
                 self._touch()
         view._status = AFTER_FINISH[view._status]
         del self._views[request.id]
-        self._num_finished += 1
         self._by_reason[reason] += 1
         finished: Finished = _new(
             Finished,
