@@ -542,7 +542,19 @@ class Scheduler:
         if named is not None:
             if outcome.masked_remaining is not None:
                 self._note_progress(batch, outcome.masked_remaining)
-            self._apply(named)
+            # calls no policy, so it cannot fail half-way; who ends by one column is past the next
+            ends, crossings, changes, failures = named
+            if crossings:
+                self._cross(crossings)
+            for view, phase in changes:
+                if view._status is _RUNNING:
+                    self._change_phase(view, phase)
+            for view, error in failures:
+                if view._status is _RUNNING:
+                    self._end(view, FinishReason.ERROR, None, error)
+            for view, reason, output in ends:
+                if view._status is _RUNNING:
+                    self._end(view, reason, output)
         if num_steps >= self._limit_step:
             self._meet_step_caps()
         if num_steps >= self._recheck_step:
@@ -1195,6 +1207,7 @@ class Scheduler:
         self._blocked = staged.blocked
         self._dirty = staged.waits_for_next_round
         if staged.views:
+            self._queue.settle_pops(staged.views)
             self._join(staged.views, now, staged.limits, staged.knobs)
             if steps >= self._limit_step:
                 self._meet_step_caps()  # of a row that came back with more steps than it may have
@@ -1224,11 +1237,9 @@ class Scheduler:
             try:
                 limits = [self._asking.end_limits(view) for view in views]
             except BaseException:
-                for view in views:
-                    queue.restore(view)
+                queue.put_back(views)
                 raise
         if limits is None and not self._expiries.heap:
-            queue.settle_pops(views)
             running.join(views, now)
         else:
             self._join(views, now, limits)
@@ -1402,7 +1413,7 @@ class Scheduler:
         limits: list[tuple[float, float]] | None = None,
         knobs: list[tuple[Knobs, float]] | None = None,
     ) -> None:
-        """Give requests that were popped their slots.
+        """Give requests that wait no more their slots.
 
         Args:
             views: Who, in order.
@@ -1410,7 +1421,6 @@ class Scheduler:
             limits: (instant, steps) of each; None: nobody was asked.
             knobs: (knobs, until) of each; None: nobody was asked.
         """
-        self._queue.settle_pops(views)
         if limits is not None:
             for view, (_, steps) in zip(views, limits, strict=True):
                 view._step_limit = steps
@@ -1617,27 +1627,6 @@ class Scheduler:
             if view is not None:
                 view._masked_remaining = remaining
 
-    def _apply(self, named: Named) -> None:
-        """Carry out a checked outcome. Calls no policy, so it cannot fail half-way.
-
-        A row that ended while the step was in flight, or ends by an earlier column, is let be.
-        """
-        ends, crossings, changes, failures = named
-        if crossings:
-            self._cross(crossings)
-        if changes:
-            for view, phase in changes:
-                if view._status is _RUNNING:
-                    self._change_phase(view, phase)
-        if failures:
-            for view, error in failures:
-                if view._status is _RUNNING:
-                    self._end(view, FinishReason.ERROR, None, error)
-        if ends:
-            for view, reason, output in ends:
-                if view._status is _RUNNING:
-                    self._end(view, reason, output)
-
     def _cross(self, crossings: Iterable[Crossing]) -> None:
         """Record block boundaries; reserve the pages that the coming step may write."""
         memory = self._capacity.memory
@@ -1787,10 +1776,9 @@ class Scheduler:
     def _update(self, batch: StepBatch | None, wake_at: float) -> Update:
         if self._events:
             self._flush_events()
-        finished, released = self._finished, self._released
-        update: Update = _new(Update, (batch, tuple(finished), tuple(released), wake_at))
-        finished.clear()
-        released.clear()
+        finished, released = tuple(self._finished), tuple(self._released)
+        self._finished, self._released = [], []
+        update: Update = _new(Update, (batch, finished, released, wake_at))
         return update
 
     def _set_watch(self) -> None:
