@@ -163,6 +163,7 @@ class Scheduler:
     __slots__ = (
         "__weakref__",
         "_ahead",
+        "_all_alike",
         "_asking",
         "_at",
         "_batch_knobs",
@@ -987,31 +988,17 @@ class Scheduler:
         if steps >= self._limit_step:
             self._meet_step_caps()  # of a row that came back with more steps than it may have
         self._wake_at = wake_at = expiries.first() if expiries.heap else _INF
-        turns, untold = running.turns, running.untold
-        if not turns:
+        if not running.size:
             self._quiet_until = -_INF
             return self._update(None, wake_at)
-        only = turns[0].only
-        if not only or len(turns) != 1 or self._dirty:
+        turns = running.turns
+        batch: StepBatch | None
+        if len(turns) == 1 and turns[0].only and not self._dirty:
+            batch = self._put_out(turns[0], now, wake_at)
+        else:
             batch = self._compose(None, now)
             if wake_at < self._quiet_until:
                 self._quiet_until = wake_at
-        else:
-            (cohort,) = only
-            rows = cohort._frozen
-            if rows is None:
-                rows = cohort._frozen = tuple(cohort.rows)
-            self._rows = rows
-            joined: tuple[Row, ...] = ()
-            if untold:
-                joined = tuple([rows[view._index] for view in untold])
-                untold.clear()
-            if only is not running.stepping:
-                running.serve(turns[0], only)
-            self._flight_views, self._flight_progress = None, False
-            self._quiet_until = wake_at
-            self._stop_step = self._jump_step = self._limit_step
-            batch = _new(StepBatch, (self._next_step_id, now, rows, joined, NO_KNOBS, ()))
         self._next_step_id += 1
         self._in_flight = batch
         if self._finished or self._released:
@@ -1250,6 +1237,8 @@ class Scheduler:
         asking, running = self._asking, self._running
         turns = running.turns
         alone = len(turns) == 1
+        if self._all_alike and alone and turns[0].only and not self._dirty:
+            return self._put_out(turns[0], now, _INF)
         key_rows: KeyRows | None
         chosen: tuple[RequestView, ...] | None = None
         if asking.shapes_batches:
@@ -1283,12 +1272,7 @@ class Scheduler:
         joined: tuple[Row, ...] = ()
         untold = running.untold
         if untold:
-            if alone and chosen is None and cohorts is key_rows.only:  # everybody steps
-                standing = cohorts[0].rows
-                joined = tuple([standing[view._index] for view in untold])
-                untold.clear()
-            else:
-                joined = self._take_joined()
+            joined = self._take_joined()
         stop_step = self._limit_step
         if self._recheck_step < stop_step:
             stop_step = self._recheck_step
@@ -1303,6 +1287,30 @@ class Scheduler:
         batch: StepBatch = _new(
             StepBatch, (self._next_step_id, now, rows, joined, batch_knobs, hints)
         )
+        return batch
+
+    def _put_out(self, key_rows: KeyRows, now: float, quiet_until: float) -> StepBatch:
+        """``_compose`` of all rows there are, which stand in one cohort and will do so again."""
+        running = self._running
+        untold, only = running.untold, key_rows.only
+        cohort = only[0]
+        rows = cohort._frozen
+        if rows is None:
+            rows = cohort._frozen = tuple(cohort.rows)
+        self._rows = rows
+        joined: tuple[Row, ...] = ()
+        if untold:
+            joined = tuple([rows[view._index] for view in untold])
+            untold.clear()
+        if only is not running.stepping:
+            running.serve(key_rows, only)
+        self._flight_views, self._flight_progress = None, False
+        self._quiet_until = quiet_until
+        stop_step = self._limit_step
+        if self._recheck_step < stop_step:
+            stop_step = self._recheck_step
+        self._stop_step = self._jump_step = stop_step
+        batch: StepBatch = _new(StepBatch, (self._next_step_id, now, rows, joined, NO_KNOBS, ()))
         return batch
 
     def _wait_for_due(self, now: float) -> None:
@@ -1748,10 +1756,16 @@ class Scheduler:
         self._see_whether_plain()
 
     def _see_whether_plain(self) -> None:
-        """Whether a plan has nothing to ask or tell anybody, but for keys and limits."""
+        """Whether a plan has nothing to ask or tell but keys and limits, or but who joins."""
         asking = self._asking
         self._plain = asking.plain and not (
             self._paused or self._watch or self._capacity.memory is not None
+        )
+        self._all_alike = (
+            asking.repeats_batches
+            and not self._watch_steps
+            and not asking.shapes_batches
+            and not asking.needs_progress
         )
 
     def _touch(self) -> None:

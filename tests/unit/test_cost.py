@@ -12,6 +12,7 @@ What is counted, since no count sees everything:
 import gc
 import heapq
 import io
+import math
 import sys
 import tracemalloc
 from collections import Counter, deque
@@ -21,6 +22,7 @@ import pytest
 
 from dllm_sched import (
     NOTHING,
+    BlockBoundary,
     Capacity,
     FinishReason,
     Policy,
@@ -32,7 +34,16 @@ from dllm_sched import (
 )
 from dllm_sched.journal import JournaledScheduler
 from dllm_sched.metrics import Metrics
-from dllm_sched.policies import EarliestDeadline, PriorityFirst, TokenBudget
+from dllm_sched.policies import (
+    EarliestDeadline,
+    Fill,
+    Ordering,
+    PastDeadline,
+    PriorityFirst,
+    Slots,
+    StepCap,
+    TokenBudget,
+)
 
 
 def request(number):
@@ -226,7 +237,7 @@ def test_an_unchanged_step_costs_the_same_at_any_size(policy):
 def test_an_unchanged_step_is_two_short_calls_that_build_two_values():
     counts = cost(step, scheduler(16, 100))
     assert counts.python_calls == 3, "step itself, next_step and complete_step"
-    assert counts.bytecodes < 150
+    assert counts.bytecodes < 140
     assert counts.c_calls == {"tuple.__new__": 2}
     assert counts.kept == 2, "the batch and the update"
     assert counts.peak < 256
@@ -342,11 +353,54 @@ def test_a_change_copies_the_rows_once_and_walks_nothing_else():
     assert queued.peak == small.peak
 
 
+NUMBERS = iter(range(10**6))
+
+
+def submit(one):
+    one.submit(request(f"new{next(NUMBERS)}"), now=1.0)
+
+
+def boundaries(one):
+    """A step in which four rows cross a boundary."""
+    batch = one.next_step(now=1.0).batch
+    rows = [one._running.slots[row.slot] for row in batch.rows[:4]]
+    crossed = [BlockBoundary(rv.slot, rv.num_blocks_done, 8) for rv in rows]
+    one.complete_step(batch, StepOutcome(boundaries=tuple(crossed)), now=1.0)
+
+
+class Every(Ordering):
+    def key(self, state, rv):
+        return (rv.request.priority,)
+
+
+SIX = Policy(
+    ordering=Every(),
+    admission=Slots(16) & TokenBudget(10**6),
+    timeout=Fill(1),
+    eviction=PastDeadline() | StepCap(100),
+    control=lambda rv, view: ({}, math.inf),
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "policy", "calls", "bytecodes"),
+    [
+        (submit, None, 7, 530),
+        (turn, None, 24, 1_410),
+        (boundaries, None, 23, 1_050),
+        (submit, SIX, 12, 690),
+        (turn, SIX, 52, 2_760),
+    ],
+)
+def test_a_change_is_few_calls(call, policy, calls, bytecodes):
+    """Of Python, the request or the outcome made included; so that no later change adds to them."""
+    counts = cost(call, scheduler(16, 100, policy))
+    assert counts.python_calls <= calls
+    assert counts.bytecodes <= bytecodes
+
+
 def test_submit_and_cancel_walk_nothing():
     numbers = iter(range(10**6))
-
-    def submit(one):
-        one.submit(request(f"new{next(numbers)}"), now=1.0)
 
     def cancel(one):
         one.cancel(f"r{20 + next(numbers)}", now=1.0)
