@@ -165,8 +165,10 @@ def _check_boundaries(
                 or type(blocks + tokens) is not int
                 or view._cohort.clock is not clock
                 or slot < 0
-                or not view._num_blocks_done <= blocks <= view._max_blocks
-                or not view._kv_tokens <= tokens <= view._max_total_tokens
+                or blocks < view._num_blocks_done
+                or blocks > view._max_blocks
+                or tokens < view._kv_tokens
+                or tokens > view._max_total_tokens
             ):
                 break
             crossings.append((view, blocks, tokens))

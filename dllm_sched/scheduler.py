@@ -323,7 +323,7 @@ class Scheduler:
             ClockError: If ``now`` is not finite or went backward.
             PolicyError: If the policy raises or answers nonsense.
         """
-        if not self._now <= now <= _LATEST:
+        if not self._now <= now or now > _LATEST:
             self._bad_clock("submit", now)
         if not isinstance(request, Request):
             raise ConfigError(f"submit: expected a Request, got {request!r}")
@@ -459,7 +459,7 @@ class Scheduler:
         if self._in_flight is not None:
             return self._run_ahead(now)
         until = self._quiet_until
-        if not self._now <= now < until:  # which implies a clock that is right
+        if not self._now <= now or now >= until:  # else the clock is right, too
             return self._plan(now)
         self._now = now
         step_id = self._next_step_id
@@ -498,8 +498,9 @@ class Scheduler:
             and batch is self._in_flight
             and batch is not None  # what next_step gave when there was no step
             and num_steps < self._stop_step
+            and self._now <= now
             and steps == 1
-            and self._now <= now <= _LATEST
+            and now <= _LATEST
         ):
             self._now = now
             self._in_flight = self._ahead
@@ -513,7 +514,7 @@ class Scheduler:
         clock, running = self._clock, self._running
         if batch is not self._in_flight or batch is None:
             batch = self._check_flight("complete_step", batch)
-        if not self._now <= now <= _LATEST:
+        if not self._now <= now or now > _LATEST:
             self._bad_clock("complete_step", now)
         if steps != 1 and not (type(steps) is int and 1 < steps <= self._jump_step - clock.steps):
             self._bad_steps(steps)
@@ -888,7 +889,7 @@ class Scheduler:
     def _plan(self, now: float) -> Update:
         """``next_step`` when something may have changed; see the module's docstring."""
         settled = self._now
-        if not settled <= now <= _LATEST:
+        if not settled <= now or now > _LATEST:
             self._bad_clock("next_step", now)
         self._now = _INF  # see _locked
         self._at = now
