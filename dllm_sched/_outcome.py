@@ -71,12 +71,12 @@ def check_outcome(
         raise OutcomeError(f"complete_step: expected a StepOutcome, got {outcome!r}")
     finished, boundaries, phases, failed, remaining = outcome
     ends = _check_finished(finished, slots, clock, in_batch) if finished else ()
-    failures = _check_column("failed", failed, RowFailed, in_batch) if failed else ()
+    failures = _check_column("failed", failed, RowFailed, slots, clock, in_batch) if failed else ()
     if failed and finished:
         twice = {one.slot for one in finished} & {one.slot for one in failed}
         if twice:
             raise OutcomeError(f"outcome: slots {sorted(twice)} both finished and failed")
-    changes = _check_column("phases", phases, PhaseChange, in_batch) if phases else ()
+    changes = _check_column("phases", phases, PhaseChange, slots, clock, in_batch) if phases else ()
     crossings = _check_boundaries(boundaries, slots, clock, in_batch) if boundaries else ()
     if remaining is None:
         if needs_progress:
@@ -97,23 +97,32 @@ def check_outcome(
 
 
 def _check_column(
-    name: str, column: Any, kind: type[Any], in_batch: InBatch
+    name: str,
+    column: Any,
+    kind: type[Any],
+    slots: Sequence[RequestView | None],
+    clock: object,
+    in_batch: InBatch,
 ) -> list[tuple[RequestView, Any]]:
     if not isinstance(column, _COLUMN):
         raise OutcomeError(f"{name}: expected a tuple of {kind.__name__} values, got {column!r}")
-    content = _CONTENTS[kind]
+    content, num_slots = _CONTENTS[kind], len(slots)
     named: list[tuple[RequestView, Any]] = []
     for one in column:
-        if not isinstance(one, kind):
+        if type(one) is not kind and not isinstance(one, kind):
             raise OutcomeError(f"{name}: expected {kind.__name__} values, got {one!r}")
-        view = in_batch(one[0], name)
-        if not isinstance(one[1], content):
+        slot, what = one[0], one[1]
+        view = slots[slot] if type(slot) is int and 0 <= slot < num_slots else None
+        if view is None or view._cohort is None or view._cohort.clock is not clock:
+            view = in_batch(slot, name)
+        if type(what) is not content and not isinstance(what, content):
             raise OutcomeError(
-                f"{name}: slot {one[0]} ({view.request.id!r}): {kind._fields[1]} must be a "
-                f"{content.__name__}, got {one[1]!r}"
+                f"{name}: slot {slot} ({view.request.id!r}): {kind._fields[1]} must be a "
+                f"{content.__name__}, got {what!r}"
             )
-        named.append((view, one[1]))
-    _refuse_twice(name, [view for view, _ in named])
+        named.append((view, what))
+    if len(named) > 1:
+        _refuse_twice(name, [view for view, _ in named])
     return named
 
 
@@ -146,7 +155,7 @@ def _check_finished(
                 return ends
     except (AttributeError, LookupError, TypeError, ValueError):
         pass  # it names nobody, or is no row at all
-    named = _check_column("finished", column, RowFinished, in_batch)
+    named = _check_column("finished", column, RowFinished, slots, clock, in_batch)
     return [(view, why, one[2]) for (view, why), one in zip(named, column, strict=True)]
 
 
@@ -177,7 +186,7 @@ def _check_boundaries(
                 return crossings
     except (AttributeError, LookupError, TypeError, ValueError):
         pass
-    named = _check_column("boundaries", column, BlockBoundary, in_batch)
+    named = _check_column("boundaries", column, BlockBoundary, slots, clock, in_batch)
     for (view, _), boundary in zip(named, column, strict=True):
         _check_boundary(boundary, view)
     return [(view, blocks, one[2]) for (view, blocks), one in zip(named, column, strict=True)]

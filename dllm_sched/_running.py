@@ -326,7 +326,7 @@ class RunningSet:
             self.stepping += (other,)
         tokens = self.capacity.max_tokens(view.request, phase)
         told = self.untold.get(view)
-        row = self._row(view)._replace(phase=phase, max_tokens=tokens)
+        row: Row = _new(Row, (view._slot, view.request, phase, tokens, view._knobs, view._resumed))
         rows.append(row)  # before it leaves, so that its batch_key stays open
         self.leave(view)
         if told is not None:
