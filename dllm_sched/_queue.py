@@ -222,7 +222,7 @@ class WaitingQueue:
     def take(self, count: float) -> list[RequestView]:
         """Take the first requests, so many or all there are, where there is but one lane.
 
-        ``peek``, ``pop`` and ``settle_pops`` in one. O(log n) for each, O(1) in order of arrival.
+        For lanes whose arrivals are not tracked. ``peek``, ``pop`` and ``settle_pops`` in one. O(log n) for each, O(1) in order of arrival.
         """
         lane = self._sole
         views: list[RequestView] = []

@@ -11,7 +11,9 @@ thresholds guard the two short ways: ``_quiet_until`` (an instant) and ``_stop_s
 steps). Whatever may change the batch (a submit, a finish, a boundary) drops ``_quiet_until``, and
 the next call decides anew, in small transactions: expiries, evictions, admissions, composition.
 Each is staged and commits whole, so a policy that raises has changed nothing; what an earlier
-transaction of the same call did is told before the error is met again.
+transaction of the same call did is told before the error is met again. Where the policy has
+nothing to say but keys and limits (``Asking.plain``) none of that is needed, and a plan is one
+straight walk (``_plan_unasked``).
 """
 
 from __future__ import annotations

@@ -109,6 +109,21 @@ class QueueMachine(RuleBasedStateMachine):
         for sequence in chosen:
             self.queue.discard(self.waiting.pop(sequence)[1])
 
+    @precondition(lambda self: self.queue.is_one_lane and not self.tracks)
+    @rule(count=st.integers(1, 6), commit=st.booleans())
+    def take(self, count, commit):
+        """The heads of the only lane, at once."""
+        views = self.queue.take(count)
+        assert views == self.sorted()[:count]
+        assert self.queue.size == len(self.waiting) - len(views)
+        if not commit:
+            self.queue.put_back(views)
+            return
+        for view in views:
+            view._lane = view._entry = None  # as their join does
+            del self.waiting[view.sequence]
+            self.gone.append(view)
+
     @rule(data=st.data(), commit=st.booleans())
     def round(self, data, commit):
         """Heads in total order; each is taken, set aside, or has its lane parked."""
