@@ -146,7 +146,7 @@ class Asking:
             or self.observed
         )
         # in a plan, after something of it has been written down
-        self.may_raise_late = bool(self.observed) or self.knobs or self.shapes_batches
+        self.may_raise_late = bool(self.observed) or self.shapes_batches
         self.states: tuple[Any, ...] = tuple(
             previous.states[axis]
             if previous is not None and previous.policy.strategies[axis] is policy.strategies[axis]

@@ -188,7 +188,8 @@ def _empty(scheduler: Scheduler) -> str | None:
     queue = scheduler._queue
     if any(lane is not queue._sole or lane.first() for lane in queue.lanes.values()):
         return f"nothing is active, but lanes are left: {queue.lanes!r}"
-    if any(key.arrivals for key in queue.keys.values()) or len(queue.keys) > len(queue.lanes):
+    arrivals = any(key.arrivals or key.returned for key in queue.keys.values())
+    if arrivals or len(queue.keys) > len(queue.lanes):
         return f"nothing is active, but batch_keys are left: {queue.keys!r}"
     left = {
         "batch_keys running": scheduler._running.keys,

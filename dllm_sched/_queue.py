@@ -222,7 +222,8 @@ class WaitingQueue:
     def take(self, count: float) -> list[RequestView]:
         """Take the first requests, so many or all there are, where there is but one lane.
 
-        For lanes whose arrivals are not tracked. ``peek``, ``pop`` and ``settle_pops`` in one. O(log n) for each, O(1) in order of arrival.
+        For lanes whose arrivals are not tracked. ``peek``, ``pop`` and ``settle_pops`` in one.
+        O(log n) for each, O(1) in order of arrival.
         """
         lane = self._sole
         views: list[RequestView] = []
@@ -294,7 +295,9 @@ class WaitingQueue:
             if self._track_arrivals:
                 for view in views:
                     view._lane = None
-                sole.key_queue.forget_arrivals()
+                key_queue = sole.key_queue
+                if key_queue.returned or len(key_queue.arrivals) > 2 * key_queue.size:
+                    key_queue.forget_arrivals()
             return
         for view in views:
             lane: LaneQueue = view._lane

@@ -366,9 +366,9 @@ class Scheduler:
         """Why a request is refused, or None, and its sort key."""
         if self._draining:
             return "draining", ()
-        if not self._capacity.fits(view.request):
+        capacity, asking = self._capacity, self._asking
+        if capacity.memory is not None and not capacity.fits(view.request):
             return "too_large", ()
-        asking = self._asking
         reason: str | None = None
         key: tuple[float, ...] = ()
         settled = self._now
@@ -908,7 +908,7 @@ class Scheduler:
         try:
             if self._unobserved:
                 self._observe()
-            if self._asking.may_raise_late or self._draining:
+            if self._asking.may_raise_late or self._draining or self._asks_again():
                 memo = self._memo()
             if not self._paused:
                 batch = self._decide(now)
@@ -1115,7 +1115,7 @@ class Scheduler:
             round = self._hold_round(now)
         else:
             held = False
-        if asking.knobs and (self._knob_expiries.heap or self._knob_boundaries):
+        if self._asks_again():
             self._renew_knobs(now)
         batch = self._compose(round, now) if self._running.size else None
         if held:  # what the round was about has been seen, by composition and hints as well
@@ -1386,6 +1386,10 @@ class Scheduler:
             self._progressed = True
         self._short.clear()
         return sent_back
+
+    def _asks_again(self) -> bool:
+        """Whether knobs may have to be renewed."""
+        return self._asking.knobs and bool(self._knob_expiries.heap or self._knob_boundaries)
 
     def _renew_knobs(self, now: float) -> None:
         """Ask again for rows whose knobs ran out or, if declared, that crossed a boundary."""
