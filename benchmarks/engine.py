@@ -3,7 +3,7 @@
     python benchmarks/engine.py
     python benchmarks/engine.py --ahead
     python benchmarks/engine.py --model golden --recordings all --batch-sizes 1,16
-    python benchmarks/engine.py --model llada-8b-shape --device cuda
+    python benchmarks/engine.py --model llada-8b-shape --device cuda --graphs
     python benchmarks/engine.py --model llada-8b-shape --toy
 
 Models: ``box``, the small trained one that ships with the package; ``golden``, the recorded
@@ -65,6 +65,7 @@ RECORDINGS = (
 )
 MIB = 2**20
 SHARES = ("forward", "decode", "scheduler", "driver")
+GRAPH_FIGURES = ("graph_gain", "graph_replays", "graph_wasted", "graph_alike")
 PUBLISHED = (
     "Published of LLaDA-8B + D2F on one H200 (arXiv 2608.23807): one request at a time 0.149 "
     "requests/s, 24.1 ms a step, kernels 24.4 % of the wall time; batches of 8 0.916 requests/s = "
@@ -95,6 +96,7 @@ class Run(NamedTuple):
     engine_s: float
     scheduler_s: float
     row_steps: int
+    graphs: Any  # what became of the steps as graphs, or None
 
 
 # --- models and requests --------------------------------------------------------------------------
@@ -248,6 +250,7 @@ def serve(work: Workload, batch_size: int, **more: Any) -> Run:
         report.engine_s,
         report.scheduler_s,
         row_steps,
+        engine.graph_stats,
     )
 
 
@@ -360,6 +363,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     traced = serve(work, sizes[-1], trace=True).outputs
     needed = sum(needed_tokens(each, traced[each.id].trace) for each in work.requests)
     runs: dict[int, Run] = {}
+    as_graphs: dict[int, Run] = {}
     peaks: dict[int, int] = {}
     for _, size in itertools.product(range(options.rounds), sizes):
         gc.collect()  # the engine before this one, and its cache
@@ -367,8 +371,10 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats()
         run = serve(work, size, ahead=options.ahead)
         peaks[size] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
-        if size not in runs or run.wall_s < runs[size].wall_s:
-            runs[size] = run
+        keep_fastest(runs, size, run)
+        if options.graphs:
+            more = {"ahead": options.ahead, "capture": capture(options)}
+            keep_fastest(as_graphs, size, serve(work, size, **more))
     dispatch = runs[1]
     exact = options.dtype == "float64" or (options.dtype == "float32" and work.guarded)
     batches = []
@@ -382,6 +388,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
             f"{work.name}: {len(work.requests) - alike} answers at batch {size} differ from those "
             "of dispatch"
         )
+        aside |= graph_figures(run, as_graphs.get(size))
         batches.append(
             told(run, size, needed)
             | {"times_dispatch": dispatch.wall_s / run.wall_s, "alike": alike}
@@ -389,6 +396,33 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
             | {"peak_bytes": peaks[size], "budget_bytes": budget(work, size)}
         )
     return {"name": work.name, "requests": len(work.requests), "batches": batches}
+
+
+def keep_fastest(runs: dict[int, Run], size: int, run: Run) -> None:
+    if size not in runs or run.wall_s < runs[size].wall_s:
+        runs[size] = run
+
+
+def capture(options: argparse.Namespace) -> Callable[[Any], Any]:
+    """How steps become graphs; on a CPU only their padding is real: they are called again."""
+    from dllm_sched_hf.graphs import capture_cuda
+
+    return capture_cuda if options.device.startswith("cuda") else lambda body: body
+
+
+def graph_figures(run: Run, again: Run | None) -> dict[str, Any]:
+    """What graphs bring: times as fast, the share of steps that ran as one, and their padding."""
+    if again is None:
+        return dict.fromkeys(GRAPH_FIGURES)
+    alike = sum(again.outputs[key].tokens == out.tokens for key, out in run.outputs.items())
+    padding = again.graphs.padding
+    figures = (
+        run.wall_s / again.wall_s,
+        again.graphs.replays / again.forwards,
+        padding / (again.tokens + padding),
+        alike,
+    )
+    return dict(zip(GRAPH_FIGURES, figures, strict=True))
 
 
 def needed_tokens(request: Any, trace: Sequence[dict[str, Any]]) -> int:
@@ -528,6 +562,15 @@ def tables(result: dict[str, Any], *, on_gpu: bool) -> None:
             number(one["budget_bytes"] / MIB, 0),
         ]
         print(f"| {' | '.join(cells)} |")
+    if batches[0]["graph_gain"] is None:
+        return
+    what = "CUDA graphs" if on_gpu else "graphs that are called again, for a CPU captures none"
+    print(f"\nWith steps as {what}:\n\n| batch | times as fast | replayed | wasted | alike |")
+    print(f"|{'---|' * 5}")
+    for one in batches:
+        gain, *shares, alike = (one[name] for name in GRAPH_FIGURES)
+        cells = [f"{one['batch_size']}", number(gain, 2), *map(percent, shares), f"{alike}"]
+        print(f"| {' | '.join(cells)} |")
 
 
 def plot(results: Sequence[dict[str, Any]], path: str) -> None:
@@ -590,9 +633,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch-sizes", type=sizes, default=[1, 2, 4, 8, 16, 32, 64], help="1 always runs")
     add("--requests", type=positive, help="default: 192 (box), 96 (golden), 64, 8 (toy)")
     add("--ahead", action="store_true", help="plan and launch a step while one runs")
+    add("--graphs", action="store_true", help="measure with steps as CUDA graphs, too")
     add("--rounds", type=positive, help="default: 3, or 1 for llada-8b-shape in full size")
     add("--samples", type=positive, default=40, help="steps whose forward runs again; default: 40")
-    add("--temperature", type=float, default=0.2, help="of llada-8b-shape; default: 0.2, published")
+    add(
+        "--temperature",
+        type=float,
+        help="of llada-8b-shape; default: 0.2, the published run's, or 0 with --graphs: steps that "
+        "draw tokens do not run as graphs",
+    )
     add("--threads", type=positive, default=1, help="of torch; default: 1")
     add("--seed", type=int, default=2, help="of requests and random weights; default: 2")
     add("--json", action="store_true", help="print one JSON object, nothing else")
@@ -608,6 +657,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.dtype = "bfloat16" if full_size else "float32"
     if options.rounds is None:
         options.rounds = 1 if full_size else 3
+    if options.temperature is None:
+        options.temperature = 0.0 if options.graphs else 0.2
     if options.recordings == "all":
         options.recordings = ",".join(RECORDINGS)
     for name in options.recordings.split(","):

@@ -30,6 +30,10 @@ FIELDS = {
     "alone",
     "dense",
     "gpu_busy",
+    "graph_gain",
+    "graph_replays",
+    "graph_wasted",
+    "graph_alike",
     "peak_bytes",
     "budget_bytes",
 }
@@ -65,8 +69,8 @@ FEW = ["--rounds", "1", "--samples", "3"]
 @pytest.fixture(scope="module")
 def toy(picture):
     """From end to end. In float64 no decision of random weights hangs on a batch's shape."""
-    arguments = "--model llada-8b-shape --toy --dtype float64 --batch-sizes 4,8 --json --plot"
-    command = [sys.executable, SCRIPT, *FEW, *arguments.split(), str(picture)]
+    arguments = "--model llada-8b-shape --toy --dtype float64 --batch-sizes 4,8 --graphs --json"
+    command = [sys.executable, SCRIPT, *FEW, *arguments.split(), "--plot", str(picture)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 
@@ -94,7 +98,9 @@ def test_every_field_is_there(name, request):
     for one in batches(result):
         assert one.keys() == FIELDS
         assert one["gpu_busy"] is None
-        assert {key for key, value in one.items() if value is None} == {"gpu_busy"}
+        missing = {key for key, value in one.items() if value is None}
+        graphs = {key for key in one if key.startswith("graph_")}
+        assert missing == {"gpu_busy"} | (graphs if name == "golden" else set())
 
 
 @pytest.mark.parametrize("name", ["toy", "golden"])
@@ -138,6 +144,14 @@ def test_what_rows_do_not_need_is_a_small_share(name, request):
         assert 0 <= one["wasted_tokens"] < 0.05
 
 
+def test_steps_as_graphs_give_the_same_tokens(toy):
+    """On a CPU nothing is captured, but all is padded as it would be."""
+    for one in batches(toy):
+        assert one["graph_alike"] == toy["workloads"][0]["requests"]
+        assert one["graph_replays"] > 0.5
+        assert 0 < one["graph_wasted"] < 0.5
+
+
 def test_the_budget_is_weights_and_cache(toy):
     # Two layers of 64 x (64 * 4 + 3 * 128) and two norms, embedding and head of 256 x 64, a norm.
     weights = 2 * (64 * (4 * 64 + 3 * 128) + 2 * 64) + 2 * 256 * 64 + 64
@@ -152,9 +166,9 @@ def test_tables_show_every_batch(toy, script, capsys):
     script.tables(toy["workloads"][0], on_gpu=False)
     lines = capsys.readouterr().out.splitlines()
     tables = [line for line in lines if line.startswith("|")]
-    assert len(tables) == 2 * (2 + 3)
-    assert len({line.count("|") for line in tables[:5]}) == 1
-    assert len({line.count("|") for line in tables[5:]}) == 1
+    assert len(tables) == 3 * (2 + 3)
+    for start in (0, 5, 10):
+        assert len({line.count("|") for line in tables[start : start + 5]}) == 1
     assert not any("GPU" in line for line in lines)
     script.tables(toy["workloads"][0], on_gpu=True)
     assert "GPU busy" in capsys.readouterr().out
