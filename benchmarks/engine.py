@@ -30,7 +30,8 @@ went through forwards though no row needed them (padding, steps of rows that had
 needs is counted from its trace at the largest batch, and exact where answers are alike. ``peak`` is
 the device's; on a CPU that of the whole process, which only grows. ``GPU busy``: the time in which
 any kernel ran, over the wall time of the same steps. Events around a step that ends in a copy back
-would measure its wall time again.
+would measure its wall time again. ``--graphs`` serves all once more with steps as graphs:
+``wasted`` is their padding.
 """
 
 from __future__ import annotations
