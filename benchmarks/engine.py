@@ -118,9 +118,7 @@ def box_workload(options: argparse.Namespace) -> Workload:
 
 
 def golden_workload(name: str, options: argparse.Namespace) -> Workload:
-    """The recorded requests, as often as it takes to make so many."""
-    import attrs
-
+    """The recorded requests, or the first so many."""
     from dllm_sched_hf import load_model, parity
 
     path = GOLDEN / f"{name}.json.gz"
@@ -129,12 +127,12 @@ def golden_workload(name: str, options: argparse.Namespace) -> Workload:
     lora = GOLDEN / f"{record['model']}_lora" if record["lora"] else None
     model = load_model(GOLDEN / record["model"], lora, device=options.device, dtype=options.dtype)
     requests, tokens, forwards = [], {}, {}
-    for number, entry in zip(range(options.requests or 96), itertools.cycle(entries), strict=False):
+    for entry in entries[: options.requests]:
         request, _ = parity._case(path.name, record, entry)
-        requests.append(attrs.evolve(request, id=str(number)))
+        requests.append(request)
         if options.dtype in {"float32", "float64"}:
-            tokens[str(number)] = entry["output"]
-            forwards[str(number)] = entry[parity._count_of(entry)]
+            tokens[request.id] = entry["output"]
+            forwards[request.id] = entry[parity._count_of(entry)]
     engine_type = parity._ENGINES[record["kind"]]
     return Workload(name, model, engine_type, requests, True, tokens, forwards)
 
@@ -406,7 +404,7 @@ def keep_fastest(runs: dict[int, Run], size: int, run: Run) -> None:
 
 def capture(options: argparse.Namespace) -> Callable[[Any], Any]:
     """How steps become graphs; on a CPU only their padding is real: they are called again."""
-    from dllm_sched_hf.graphs import capture_cuda
+    from dllm_sched_hf import capture_cuda
 
     return capture_cuda if options.device.startswith("cuda") else lambda body: body
 
@@ -632,7 +630,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", default="cpu", help="cpu, cuda, ...; default: cpu")
     add("--dtype", help="default: bfloat16 for llada-8b-shape on cuda, else float32")
     add("--batch-sizes", type=sizes, default=[1, 2, 4, 8, 16, 32, 64], help="1 always runs")
-    add("--requests", type=positive, help="default: 192 (box), 96 (golden), 64, 8 (toy)")
+    add("--requests", type=positive, help="default: 192 (box), all (golden), 64, 8 (toy)")
     add("--ahead", action="store_true", help="plan and launch a step while one runs")
     add("--graphs", action="store_true", help="measure with steps as CUDA graphs, too")
     add("--rounds", type=positive, help="default: 3, or 1 for llada-8b-shape in full size")

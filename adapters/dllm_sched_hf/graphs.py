@@ -53,6 +53,8 @@ class GraphStats:
     Attributes:
         captures: Graphs made.
         replays: Steps that ran as one.
+        padding: Tokens that they sent through forwards to fill up their buckets;
+            ``num_tokens`` of the engine has only those that rows needed.
         fallbacks: Steps that did not, by reason: ``draws`` (temperature above 0), ``shared`` (a
             prompt is copied from another row), ``guided`` (second sequences), ``size`` (above
             ``MAX_TOKENS``), ``padding`` (rows too unlike), ``graphs`` (there are ``MAX_GRAPHS``),
@@ -61,6 +63,7 @@ class GraphStats:
 
     captures: int = 0
     replays: int = 0
+    padding: int = 0
     fallbacks: Counter[str] = attrs.field(factory=Counter)
 
 
@@ -148,6 +151,7 @@ class StepGraphs:
             return None
         self._fill(plan, bucket, graph.inputs)
         self.stats.replays += 1
+        self.stats.padding += bucket.rows * bucket.tokens - len(plan.token)
         return graph.replay()[:, : len(plan.masked)]
 
     def _refusal(self, plan: StepPlan, bucket: Bucket) -> str | None:

@@ -181,3 +181,19 @@ def test_rows_of_gsm8k_length_do_not_pay_for_a_prompt_of_2000_tokens(
     # Attention neither: no pair more than both need without the other.
     assert fifteen_cells > 0 < long_cells
     assert cells <= 1.05 * (fifteen_cells + long_cells)
+
+
+def test_what_fills_up_the_shapes_of_graphs_is_counted(record, golden_request, model, loop):
+    stored = record("d2f_aggressive_b16")
+    engine = D2FEngine(model(), max_num_seqs=4, capture=lambda body: body)
+    sent = []
+    embedding = engine.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, ids, _out: sent.append(ids[0].numel()))
+    drive = loop(engine)
+    for slot, entry in enumerate(stored["requests"][:4]):
+        drive.join(slot, golden_request(stored, entry))
+        drive.step()
+    drive.run()
+    hook.remove()
+    assert engine.graph_stats.padding > 0
+    assert sum(sent) == engine.num_tokens + engine.graph_stats.padding
