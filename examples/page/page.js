@@ -273,7 +273,7 @@ $("key-form").addEventListener("submit", (event) => {
 
 const COLOURS = ["ink", "muted", "line", "lane", "card", "accent", "prefill", "refresh", "reuse",
   "tick", "label", "on-prefill",
-  "eos", "length", "cancelled", "bad", "chosen", "p50", "p90", "p99"];
+  "done", "eos", "length", "cancelled", "bad", "chosen", "p50", "p90", "p99"];
 let colour = {};
 
 function readColours() {
@@ -300,9 +300,9 @@ function drawLegend() {
     if (name) swatch.style.background = `var(--${name})`;
     return make("li", {}, swatch, text);
   };
-  const ends = [["eos", "end of text"], ["length", "length"], ["cancelled", "cancelled"],
-    ["bad", "deadline, error"]];
   const byPhase = $("colour").value === "phase";
+  const ends = [[byPhase ? "eos" : "done", "end of text"], ["length", "length"],
+    ["cancelled", "cancelled"], ["bad", "deadline, error"]];
   $("legend").replaceChildren(
     ...(byPhase ? [...seen].map((name) => item(PHASES[name], name)) : [item("reuse", "runs")]),
     item("", "block done", "tick"),
@@ -386,7 +386,7 @@ function drawBar(c, bar, x, to, lane, byPhase) {
       c.fillRect(x(at), y, Math.min(next, end) - x(at), height);
     }
   } else {
-    c.fillStyle = endColour(bar);
+    c.fillStyle = bar.reason === "eos" ? colour.done : endColour(bar);
     c.fillRect(start, y, end - start, height);
   }
   const fill = c.fillStyle; // of the last phase
@@ -406,8 +406,9 @@ function drawBar(c, bar, x, to, lane, byPhase) {
     const width = Math.min(c.measureText(text).width, end - start - 20);
     c.fillStyle = fill;
     c.fillRect(end - width - 12, y, width + 6, height); // no tick shows through, nor a phase
-    c.fillStyle =
-      byPhase && bar.phases.at(-1)[1] === "prefill" ? colour["on-prefill"] : colour.label;
+    c.fillStyle = colour[
+      over && !byPhase ? "card" : byPhase && bar.phases.at(-1)[1] === "prefill" ? "on-prefill"
+        : "label"];
     c.textAlign = "right";
     c.fillText(text, end - 9, y + height / 2 + 0.5, width);
   }

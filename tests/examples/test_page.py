@@ -454,6 +454,7 @@ def test_text_stands_out_from_what_is_behind_it(opened, live, scheme):
         ("bad", "card"),
         ("label", "reuse"),
         ("on-prefill", "prefill"),
+        *(("card", end) for end in ("done", "length", "cancelled", "bad")),
     ):
         assert contrast(colours[text], colours[behind]) >= 4.5, (text, behind)
     for shape, behind in (("reuse", "lane"), ("refresh", "lane"), ("eos", "reuse")):
