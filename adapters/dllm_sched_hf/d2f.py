@@ -173,11 +173,12 @@ class D2F(Decoder):
 
         # Positions of one (row, block) lie together: reduce over each run of them.
         key = row * left.shape[1] + block
-        head = np.flatnonzero(run_starts(key))
+        head = run_starts(key).nonzero()[0]
+        at_head = key[head]
         chosen = confidence > self.skip_threshold[slot]
         number = np.add.reduceat(chosen, head, dtype=np.int64)
         # A ready block in which nothing passed commits its best position.
-        force = (number == 0) & plan.ready.ravel()[key[head]]
+        force = (number == 0) & plan.ready.ravel()[at_head]
         forced = head[:0]
         if force.any():
             run = run_starts(key).cumsum() - 1
@@ -185,10 +186,10 @@ class D2F(Decoder):
             at_best = np.flatnonzero(best)
             forced = at_best[run_starts(run[at_best])]  # the first, if several tie
             chosen[forced] = True
-        index = np.flatnonzero(chosen)
+        index = chosen.nonzero()[0]
 
         self._write(slots, slot[index], position[index], token[index])
-        left.ravel()[key[head]] -= number + force
+        left.ravel()[at_head] -= number + force
         num_finished = (left != 0).argmax(1)
         self.left[slots], self.ready[slots] = left, plan.ready
         self.num_blocks[slots], self.num_finished[slots] = num_blocks, num_finished

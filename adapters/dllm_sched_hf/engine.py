@@ -743,7 +743,8 @@ class DecodingEngine:
         return list(itertools.pairwise((*edges, len(queries))))
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self._on_host else tensor.to(self._device, non_blocking=True)
 
     def _layout(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> PackedLayout:
         """Lay out the forward, of whose hidden states only those of masked positions are wanted."""
