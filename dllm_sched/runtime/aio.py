@@ -215,6 +215,7 @@ class AsyncDriver:
             the scheduler's own ``max_waiting`` cannot: the mailbox between two steps.
         on_update: As in ``Driver``: called in the driver's thread, with every ``Update``.
         max_restarts: As in ``Driver``.
+        recover_steps: As in ``Driver``.
         step_timeout_s: As in ``Driver``.
         on_stuck: As in ``Driver``.
 
@@ -231,6 +232,7 @@ class AsyncDriver:
         max_open: int | None = None,
         on_update: Callable[[Update], object] | None = None,
         max_restarts: int = 1,
+        recover_steps: int | None = 64,
         step_timeout_s: float = math.inf,
         on_stuck: OnStuck | None = None,
     ) -> None:
@@ -250,6 +252,7 @@ class AsyncDriver:
             on_update=self._updated,
             on_step=None if self._progress is None else self._stepped,
             max_restarts=max_restarts,
+            recover_steps=recover_steps,
             step_timeout_s=step_timeout_s,
             on_stuck=on_stuck,
         )

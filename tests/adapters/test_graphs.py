@@ -189,3 +189,23 @@ def test_the_vocabulary_in_parts_reads_out_the_same(part, model, monkeypatch):
     kept = [row for row in range(11) if row != 5]
     assert token[kept].tolist() == best[kept].tolist()
     np.testing.assert_allclose(sure[kept], expected[kept], rtol=2e-5)
+
+
+def test_the_forward_is_compiled_only_if_asked(
+    record, golden_request, assert_recorded, model, loop, monkeypatch
+):
+    stored = record(DECODERS[0])
+    compiled, calls = [], []
+
+    def compile(function):
+        compiled.append(function)
+        return lambda *args: calls.append(1) or function(*args)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    D2FEngine(model("tiny_gqa"), max_num_seqs=1)
+    assert compiled == []
+    engine = D2FEngine(model("tiny_gqa"), max_num_seqs=2, trace=True, compile_forward=True)
+    outputs = serve(engine, stored, golden_request, loop, 2)
+    for entry in stored["requests"][:2]:
+        assert_recorded(outputs[str(entry["id"])], entry)
+    assert len(calls) == engine.num_forwards

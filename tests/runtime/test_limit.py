@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from dllm_sched import Capacity, ConfigError, Request, Scheduler
-from dllm_sched.runtime import Driver, StepFailedError, VirtualClock
+from dllm_sched.runtime import AsyncDriver, Driver, StepFailedError, VirtualClock
 from dllm_sched.runtime.limit import RowLimit
 from dllm_sched.testing import FakeEngine
 
@@ -115,5 +115,7 @@ def test_a_limit_that_is_no_lower_is_none():
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 1.0, "64"])
 def test_what_cannot_be_is_refused(wrong):
-    with pytest.raises(ConfigError, match="recover_steps"):
-        RowLimit(wrong)
+    for driver in (Driver, AsyncDriver):
+        scheduler = Scheduler(capacity=Capacity(max_num_seqs=1))
+        with pytest.raises(ConfigError, match="recover_steps"):
+            driver(scheduler, FakeEngine(1), recover_steps=wrong)

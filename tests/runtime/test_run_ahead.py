@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dllm_sched import (
     Capacity,
@@ -143,6 +145,45 @@ def test_failed_steps_lose_nobody(seed):
     assert ahead.keys() == plain.keys()
     for name, answer in ahead.items():
         assert answer == plain[name] or answer[0] is FinishReason.ERROR
+
+
+STEPS = st.sets(st.integers(0, 40), max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    slots=st.integers(1, 5),
+    lost=STEPS,
+    refuse=STEPS,
+    lie=STEPS,
+    gone=st.dictionaries(st.integers(0, 11), st.integers(1, 30), max_size=4),
+    poison=st.dictionaries(st.integers(0, 11), st.integers(1, 3), max_size=3),
+)
+def test_whatever_happens_everybody_is_told_once_and_nobody_else_is_concerned(
+    seed, slots, lost, refuse, lie, gone, poison
+):
+    coming = arrivals(12, seed, spread_s=6.0)
+    plain = Serving(coming, ahead=1, slots=slots).answers()
+    ahead = Serving(
+        coming,
+        ahead=2,
+        slots=slots,
+        fail_at={number: RuntimeError("lost") for number in lost},
+        refuse=refuse,
+        lie=lie,
+        cancel_at={f"r{n}": step for n, step in gone.items()},
+        poison={f"r{n}": step for n, step in poison.items()},
+    ).answers()
+    assert ahead.keys() == plain.keys()
+    for name, answer in ahead.items():
+        if answer[0] is FinishReason.LENGTH:
+            assert answer == plain[name]
+        elif answer[0] is FinishReason.CANCELLED:
+            assert int(name[1:]) in gone
+        else:
+            assert answer[0] is FinishReason.ERROR
+            assert int(name[1:]) in poison or lost | refuse | lie
 
 
 def test_a_launch_that_fails_waits_for_its_turn():
