@@ -92,6 +92,7 @@ _EMPTY: Mapping[Any, int] = MappingProxyType({})
 _GO_ON = Update()
 
 
+_NO_LIMITS = (_INF, _INF)  # (instant, steps)
 _NO_SLOT, _MAX_ROWS = (None, BlockedBy.SLOTS), (None, BlockedBy.POLICY)
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor
 
@@ -1229,6 +1230,8 @@ class Scheduler:
             except BaseException:
                 queue.put_back(views)
                 raise
+            if limits.count(_NO_LIMITS) == len(limits):
+                limits = None
         if limits is None and not self._expiries.heap:
             running.join(views, now)
         else:
