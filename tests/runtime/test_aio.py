@@ -761,8 +761,11 @@ from dllm_sched.journal import JournaledScheduler
 from dllm_sched.runtime import AsyncDriver
 from dllm_sched.testing import FakeEngine
 
+submitted = threading.Event()
+
 class Hanging(FakeEngine):
     def run(self, batch):
+        submitted.wait()
         if self.num_runs == 6:
             print("hangs", flush=True)
             threading.Event().wait()
@@ -776,7 +779,10 @@ async def main():
     scheduler = JournaledScheduler(sys.argv[1], capacity=Capacity(max_num_seqs=2))
     async with AsyncDriver(scheduler, Hanging(2), on_update=note) as driver:
         for i in range(12):
-            await driver.submit(Request(f"r{i}", prompt_len=5, max_new_tokens=8, block_length=4))
+            handle = await driver.submit(
+                Request(f"r{i}", prompt_len=5, max_new_tokens=8, block_length=4)
+            )
+        submitted.set()
 
 asyncio.run(main())
 """
