@@ -21,7 +21,7 @@ from dllm_sched.batch import Accepted, Finished, Rejected, StepBatch, StepOutcom
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.request import Request
 from dllm_sched.runtime.clocks import Clock
-from dllm_sched.runtime.driver import Driver, Finish, RunReport
+from dllm_sched.runtime.driver import Driver, Finish, RunReport, for_future
 from dllm_sched.runtime.engine import Engine
 from dllm_sched.runtime.watchdog import OnStuck
 from dllm_sched.scheduler import Scheduler
@@ -173,6 +173,7 @@ class Handle:
             self._news.set()
 
     def _fail(self, error: BaseException) -> None:
+        error = for_future(error)
         for future in (self._answer, self._result):
             if not future.done():
                 future.set_exception(error)
@@ -260,6 +261,7 @@ class AsyncDriver:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Future[RunReport]
         self._failure: BaseException | None = None
+        self._num_paused = 0  # of those who are inside paused()
         # Of the driver's thread:
         self._feeds: dict[Request, _Feed] = {}
         self._feed_in: dict[int, _Feed] = {}  # by slot
@@ -353,6 +355,8 @@ class AsyncDriver:
                 return _refused(request, stream=stream)
             await self._room.acquire()
         if self._failure is not None:
+            if self._room is not None:
+                self._room.release()  # for who waits behind, to be told too
             raise self._failure
         return self._hand_over(request, stream=stream)
 
@@ -393,6 +397,7 @@ class AsyncDriver:
             ConfigError: If it is not callable, or a method that is the driver's own to call.
             BaseException: What the call or the run met.
         """
+        self._check_started()
         return await asyncio.wrap_future(self._driver.call(method, *args))
 
     async def ask(self, function: Callable[..., T], *args: Any) -> T:
@@ -402,6 +407,7 @@ class AsyncDriver:
             ConfigError: If it is not callable.
             BaseException: What the function or the run met.
         """
+        self._check_started()
         return await asyncio.wrap_future(self._driver.ask(function, *args))
 
     @asynccontextmanager
@@ -409,15 +415,22 @@ class AsyncDriver:
         """Run no step in here, to change the weights, say. Requests are taken, and wait.
 
         Rows keep their slots, and what the engine has cached of them: where that is void,
-        ``await driver.call(scheduler.requeue, ids)`` starts them anew.
+        ``await driver.call(scheduler.requeue, ids)`` starts them anew. Several tasks may be in
+        here at once: steps run again when the last one leaves.
         """
-        await self.call(self._scheduler.pause)
-        while await self.ask(self._driver.num_in_flight):
-            pass  # a step that was ahead: asked again when it is over
+        self._check_started()
+        self._num_paused += 1
         try:
+            await self.call(self._scheduler.pause)
+            while await self.ask(self._driver.num_in_flight):
+                pass  # a step that was ahead: asked again when it is over
             yield
         finally:
-            await self.call(self._scheduler.resume)
+            self._num_paused -= 1
+            if not self._num_paused:
+                # Asked for before anybody else can pause, and whatever is cancelled meanwhile.
+                resumed = asyncio.wrap_future(self._driver.call(self._scheduler.resume))
+                await asyncio.shield(resumed)
 
     # --- in the driver's thread
 
@@ -425,7 +438,7 @@ class AsyncDriver:
         try:
             report = self._driver.run()
         except BaseException as error:  # noqa: BLE001 - it ends in the loop, where stop() is awaited
-            self._post(partial(self._run_failed, error))
+            self._post(partial(self._run_failed, for_future(error)))
         else:
             self._post(partial(self._over.set_result, report))
 
@@ -494,6 +507,11 @@ class AsyncDriver:
     def _check_started(self) -> None:
         if self._loop is None:
             raise EngineProtocolError("AsyncDriver: not running; use it in `async with`")
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineProtocolError(
+                "AsyncDriver: belongs to another event loop; from there, use "
+                "asyncio.run_coroutine_threadsafe"
+            )
 
     def _deliver(self) -> None:
         self._called = False  # before looking: what comes later calls again

@@ -522,7 +522,7 @@ class Driver:
             self._open.discard(future)
 
     def _fail(self, future: Future[Any], error: BaseException) -> None:
-        future.set_exception(error)
+        future.set_exception(for_future(error))
         self._open.discard(future)
 
     def _call(self, future: Future[Update], method: Callable[..., Update], *args: Any) -> None:
@@ -602,9 +602,9 @@ class Driver:
         """Answer everyone who still waits, whatever their callbacks raise."""
         with self._gate:
             self._closed = True
-            self._failure = failure
+            self._failure = None if failure is None else for_future(failure)
         self._active.clear()
-        error = failure or EngineProtocolError("run: it is over")
+        error = self._failure or EngineProtocolError("run: it is over")
         raised: BaseException | None = None
         while self._open:
             future = self._open.pop()
@@ -679,6 +679,15 @@ class Driver:
             self._limit.raised()
             _log.info("steps fit again: from here on at most %d rows", capacity.max_num_seqs)
             self._tell(self._ask(self._scheduler.set_capacity, capacity))
+
+
+def for_future(error: BaseException) -> BaseException:
+    """Return the error as a future may hold it: asyncio's refuse StopIteration, and tell nobody."""
+    if not isinstance(error, StopIteration):
+        return error
+    told = RuntimeError(f"raised {error!r}: a next() that found nothing?")
+    told.__cause__ = error
+    return told
 
 
 def _wrong(error: StepFailedError, slots: Sequence[int]) -> str | None:

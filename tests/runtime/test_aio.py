@@ -124,6 +124,14 @@ def serve(main):
             assert not thread.is_alive()
 
 
+def join_driver():
+    """Wait in this thread until the driver's has ended."""
+    for thread in threading.enumerate():
+        if thread.name == "dllm_sched driver":
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
 async def tokens_of(handle):
     committed = []
     async for event in handle:
@@ -555,6 +563,70 @@ def test_what_ends_the_run_reaches_every_handle_and_the_owner():
     serve(main())
 
 
+def test_what_ends_the_run_reaches_all_who_wait_for_room():
+    async def main():
+        policy = Policy(admission=Stubborn(), name="stubborn")
+        bench = Bench(engine=GatedEngine(2), policy=policy, max_open=2)
+        met = []
+
+        async def owner():
+            async with bench.driver as driver:
+                await driver.submit(request("good"))
+                await bench.engine.in_a_step()
+                await driver.submit(request("bad"))
+                names = [f"w{i}" for i in range(5)]
+                waiters = [
+                    asyncio.create_task(driver.submit(request(name), wait=True)) for name in names
+                ]
+                await asyncio.sleep(0)
+                bench.engine.let(100)
+                join_driver()  # nothing is told until all of it can be
+                met.extend(await asyncio.gather(*waiters, return_exceptions=True))
+
+        with pytest.raises(PolicyError, match="stubborn"):
+            await owner()
+        assert [type(error) for error in met] == [PolicyError] * 5
+
+    serve(main())
+
+
+def nothing_left(*_, **__):
+    """What a ``next`` without a default does."""
+    return next(iter(()))
+
+
+def test_stop_iteration_reaches_whoever_waits_as_another_error():
+    # asyncio refuses it in a future: the call that hands it over would raise, and nobody be told.
+    async def main():
+        bench = Bench()
+        async with bench.driver as driver:
+            for outcome in (driver.ask(nothing_left), driver.call(nothing_left)):
+                with pytest.raises(RuntimeError, match="StopIteration") as met:
+                    await outcome
+                assert isinstance(met.value.__cause__, StopIteration)
+            await (await driver.submit(request("a"))).result()
+        bench.check_clean()
+
+        engine = FakeEngine(2)
+        engine.progress = nothing_left
+        async with Bench(engine=engine).driver as driver:
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await (await driver.submit(request("a"))).result()
+
+        driver = AsyncDriver(Bench().scheduler, FakeEngine(2), on_update=nothing_left)
+
+        async def owner():
+            async with driver:
+                for name in ("a", "b"):
+                    with pytest.raises(RuntimeError, match="StopIteration"):
+                        await (await driver.submit(request(name))).result()
+
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            await owner()
+
+    serve(main())
+
+
 def test_leaving_lets_everyone_finish():
     # SDAR #14, JetEngine #4: more of them than there are slots.
     async def main():
@@ -661,6 +733,57 @@ def test_nothing_runs_while_paused_and_rows_can_be_started_anew():
     serve(main())
 
 
+def test_of_several_who_paused_the_last_one_out_lets_steps_run():
+    async def main():
+        bench = Bench(slots=1)
+        async with bench.driver as driver:
+            first = driver.paused()
+            await first.__aenter__()
+            async with driver.paused():
+                await first.__aexit__(None, None, None)
+                handle = await driver.submit(request("a"))
+                await handle.accepted()
+                for _ in range(3):
+                    assert (await driver.ask(bench.scheduler.counts)).waiting == 1
+            await handle.result()
+        bench.check_clean()
+
+    serve(main())
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_who_gives_up_pausing_leaves_nobody_paused(turns):
+    async def main():
+        bench = Bench(slots=1, engine=GatedEngine(1, steps=a_token_a_step))
+        entered = False
+
+        async def pause():
+            nonlocal entered
+            async with bench.driver.paused():
+                entered = True
+                await asyncio.Event().wait()
+
+        async with bench.driver as driver:
+            handle = await driver.submit(request("a"))
+            await bench.engine.in_a_step()
+            gives_up = asyncio.create_task(pause())
+            for turn in range(turns):
+                bench.engine.let()
+                # Turn by turn: it is asked for, in force with a step ahead, in force.
+                await driver.ask(bench.scheduler.counts) if turn else await asyncio.sleep(0)
+            gives_up.cancel()
+            await asyncio.sleep(0)
+            gives_up.cancel()  # once more, while it lets steps run
+            bench.engine.let(100)
+            await asyncio.gather(gives_up, return_exceptions=True)
+            assert gives_up.cancelled()
+            await handle.result()
+            await (await driver.submit(request("b"))).result()
+        bench.check_clean()
+
+    serve(main())
+
+
 def test_a_step_that_hangs_is_named_and_the_loop_goes_on():
     # vllm #29416, #36130.
     async def main():
@@ -690,7 +813,21 @@ def test_used_wrongly_it_says_so():
             await bench.driver.submit(request("a"))
         with pytest.raises(EngineProtocolError, match="async with"):
             await bench.driver.stop()
+        for look in (bench.driver.ask, bench.driver.call):
+            with pytest.raises(EngineProtocolError, match="async with"):
+                await look(bench.scheduler.counts)
+        with pytest.raises(EngineProtocolError, match="async with"):
+            async with bench.driver.paused():
+                pass
         async with bench.driver as driver:
+            for use in (
+                lambda: driver.submit(request("a")),
+                lambda: driver.ask(bench.scheduler.counts),
+                lambda: driver.call(bench.scheduler.pause),
+                driver.stop,
+            ):
+                with pytest.raises(EngineProtocolError, match="another event loop"):
+                    await asyncio.to_thread(lambda use=use: asyncio.run(use()))
             with pytest.raises(ConfigError, match="must be a Request"):
                 await driver.submit("a")
             with pytest.raises(ConfigError, match="finish must be one of"):
@@ -718,10 +855,7 @@ def test_a_closed_loop_stops_the_run():
 
     asyncio.run(main())
     bench.engine.let(100)
-    for thread in threading.enumerate():
-        if thread.name == "dllm_sched driver":
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
+    join_driver()
     bench.check_clean()
 
 
