@@ -39,7 +39,7 @@ try:
     from dllm_sched import ConfigError, Policy, Scheduler, presets
     from dllm_sched.journal import JournaledScheduler
     from dllm_sched.metrics import Metrics
-    from dllm_sched.policies import PastDeadline
+    from dllm_sched.policies import ChooseMode, PastDeadline
     from dllm_sched.runtime import AsyncDriver, Driver
     from dllm_sched_hf import D2FEngine, box, load_model
     from openai_serving.app import make_app
@@ -52,6 +52,7 @@ except ModuleNotFoundError as missing:
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE = Path(__file__).parent / "page"
 KEY = "DLLM_SCHED_API_KEY"
+FILL_S = 0.1  # for a batch to fill: alone, a client would wait for ever
 _log = logging.getLogger("openai_server")
 
 
@@ -129,12 +130,23 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def policy_maker(max_num_seqs: int):
-    """Return a function that makes policies by name, for as many rows unless told otherwise."""
+    """Return a function that makes policies by name, for as many rows unless told otherwise.
+
+    It raises ConfigError for those that cannot be, and those whose knob the engine does not take.
+    """
+    usual = {"batch_size": max_num_seqs, "timeout_s": FILL_S}
+    knobs = D2FEngine.decoder_type.knobs
 
     def make(name: str, **arguments: Any) -> Policy:
-        if "batch_size" in inspect.signature(presets.find(name)).parameters:
-            arguments = {"batch_size": max_num_seqs} | arguments
+        takes = inspect.signature(presets.find(name)).parameters
+        arguments = {key: usual[key] for key in usual if key in takes} | arguments
         policy = presets.by_name(name, **arguments)
+        control = policy.control
+        knob = "mode" if isinstance(control, ChooseMode) else getattr(control, "knob", None)
+        if knob is not None and knob not in knobs:
+            raise ConfigError(
+                f"policy {name!r}: sets the knob {knob!r}, and the engine takes {', '.join(knobs)}"
+            )
         # Some baselines have no deadlines, and clients of this server do.
         return attrs.evolve(policy, eviction=PastDeadline() | policy.eviction)
 

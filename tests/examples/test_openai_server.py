@@ -876,6 +876,15 @@ def test_the_policy_is_switched_while_requests_run(live, example):
         {"name": "per_request", "batch_size": 3},
         {"name": "continuous", "batch_size": 0},
         {"name": "energy_fill"},
+        {"name": "request_router"},  # the engine has no modes
+        {"name": "tediserve", "knob": "nonsense"},
+        {
+            "name": "optimus",
+            "widths": [4],
+            "committed": [2],
+            "latency_s": {"1": [0.1]},
+            "knob": "width",
+        },
     ],
 )
 def test_a_policy_that_cannot_be_is_400_and_the_old_one_stays(live, body):
@@ -889,9 +898,10 @@ def test_every_policy_that_needs_no_more_than_its_size_serves(live):
     from dllm_sched import presets
 
     try:
-        for name in sorted(set(presets.PRESETS) - {"energy_fill", "optimus"}):
-            fields = {"timeout_s": 0.01} if name == "fixed_fill" else {}
-            assert live.post("/policy", name=name, **fields).status_code == 200, name
+        for name in sorted(set(presets.PRESETS) - {"energy_fill", "optimus", "request_router"}):
+            assert live.post("/policy", name=name).status_code == 200, name
+            # Alone, with nobody to fill a batch with.
+            assert live.ask().json()["choices"][0]["text"] == ANSWER, name
             with live.paused():
                 assert live.ask(deadline_s=0.01).status_code == 504, name
     finally:
@@ -1230,6 +1240,7 @@ def test_load_stays_on_loopback_and_within_bounds(load, option, capsys):
     [
         ["--policy", "nonsense"],
         ["--policy", "energy_fill"],
+        ["--policy", "request_router"],
         ["--port", "70000"],
         ["--max-num-seqs", "0"],
         ["--temperature", "nan"],
