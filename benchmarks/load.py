@@ -25,10 +25,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
-import attrs
-import httpx
+try:
+    import attrs
+    import httpx
 
-from dllm_sched_hf.box import task
+    from dllm_sched_hf.box import task
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: {missing}; run: pip install -e '.[hf,serve]' httpx")
 
 MAX_REQUESTS, MAX_SECONDS, MAX_CLIENTS = 100_000, 3600, 1000
 

@@ -53,6 +53,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE = Path(__file__).parent / "page"
 KEY = "DLLM_SCHED_API_KEY"
 FILL_S = 0.1  # for a batch to fill: alone, a client would wait for ever
+STALLED_S = 30.0  # a client that has read nothing of a full buffer for so long is as good as gone
+LAST_WORDS_S = 1.0  # for who is cut off to read so
 _log = logging.getLogger("openai_server")
 
 
@@ -270,7 +272,11 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        watch = asyncio.ensure_future(self._hang_up_on_stalled())
+        try:
+            await super().serve(sockets)
+        finally:
+            watch.cancel()
 
     async def shutdown(self, sockets: Any = None) -> None:
         self._built.monitor.draining = True
@@ -290,10 +296,29 @@ class Server(uvicorn.Server):
             self.force_exit = True
 
     def _cut_off(self) -> None:
-        """End every request now; their clients are told."""
+        """End every request now; their clients are told, if they read."""
         if not self.cut_off:
             self.cut_off = True
             self._stopping = asyncio.ensure_future(self._built.driver.stop("none"))
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._hang_up)
+
+    def _hang_up(self) -> None:
+        for transport in self._transports():
+            transport.abort()
+
+    async def _hang_up_on_stalled(self) -> None:
+        """Let nobody who has stopped reading hold a stream, or the server's end, for ever."""
+        before: dict[asyncio.Transport, int] = {}
+        while True:
+            await asyncio.sleep(STALLED_S)
+            unread = {each: each.get_write_buffer_size() for each in self._transports()}
+            for transport, size in unread.items():
+                if size > 0 and before.get(transport) == size:
+                    transport.abort()
+            before = unread
+
+    def _transports(self) -> list[asyncio.Transport]:
+        return [connection.transport for connection in self.server_state.connections]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

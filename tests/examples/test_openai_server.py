@@ -1190,6 +1190,37 @@ def test_who_is_cut_off_is_told(example, how, stream):
         live.close()
 
 
+@pytest.mark.parametrize("how", ["for long", "at a second signal"])
+def test_who_stops_reading_is_hung_up_on(example, monkeypatch, how):
+    long = how == "for long"
+    monkeypatch.setattr(example, "STALLED_S", 0.01 if long else 1e6)
+    monkeypatch.setattr(example, "LAST_WORDS_S", 0.0)
+    begun, over = threading.Event(), threading.Event()
+
+    async def endless(_):
+        try:
+            while True:
+                yield {"more than any buffer": "x" * 2**20}
+                begun.set()
+                await asyncio.sleep(0)
+        finally:
+            over.set()
+
+    live = Live(example)
+    live.built.monitor.frames = endless
+    url = httpx.URL(live.url)
+    try:
+        with socket.create_connection((url.host, url.port)) as deaf:
+            deaf.sendall(f"GET /state/stream HTTP/1.1\r\nHost: {url.host}\r\n\r\n".encode())
+            assert begun.wait(PATIENCE_S)
+            for _ in range(0 if long else 2):
+                live.server.handle_exit(signal.SIGTERM, None)
+            assert over.wait(PATIENCE_S)
+    finally:
+        live.close()
+    assert live.built.monitor.responses["/state/stream", 499] == 1
+
+
 # --- load
 
 
