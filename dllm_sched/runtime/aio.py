@@ -260,7 +260,6 @@ class AsyncDriver:
         self._room = None if max_open is None else asyncio.Semaphore(max_open)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Future[RunReport]
-        self._failure: BaseException | None = None
         self._num_paused = 0  # of those who are inside paused()
         # Of the driver's thread:
         self._feeds: dict[Request, _Feed] = {}
@@ -354,10 +353,11 @@ class AsyncDriver:
             if not wait and self._room.locked():
                 return _refused(request, stream=stream)
             await self._room.acquire()
-        if self._failure is not None:
+        failure = self._driver.failure
+        if failure is not None:
             if self._room is not None:
                 self._room.release()  # for who waits behind, to be told too
-            raise self._failure
+            raise failure
         return self._hand_over(request, stream=stream)
 
     def _hand_over(self, request: Request, *, stream: bool) -> Handle:
@@ -524,7 +524,6 @@ class AsyncDriver:
         handle._end(ended)
 
     def _run_failed(self, error: BaseException) -> None:
-        self._failure = error
         self._over.set_exception(error)
         self._over.exception()  # stop() raises it
 

@@ -206,6 +206,11 @@ class Driver:
         """The clock of every instant that the scheduler is told."""
         return self._clock
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the run, if that was an error; known before anybody is told of it."""
+        return self._failure
+
     def submit(
         self, request: Request, *, on_accepted: Callable[[], object] | None = None
     ) -> Future[Finished | Rejected]:

@@ -547,6 +547,9 @@ def test_what_ends_the_run_reaches_every_handle_and_the_owner():
                 await bench.engine.in_a_step()
                 bad = await driver.submit(request("bad"))
                 bench.engine.let(100)
+                join_driver()
+                with pytest.raises(PolicyError, match="stubborn"):
+                    await driver.submit(request("at once"))  # before the loop has been told
                 for handle in (good, bad):
                     with pytest.raises(PolicyError, match="stubborn"):
                         await handle.result()
