@@ -987,7 +987,12 @@ class Scheduler:
                 self._wake_at = -_INF  # as in _plan
                 return self._update(None, -_INF)
         self._now = now
-        self._dirty = False
+        if self._dirty:
+            self._dirty = False
+            # What a round would have seen; the next policy's first one must not.
+            self._retired = self._sent_back = 0
+            if self._boundaries:
+                self._boundaries = []
         self._blocked = self._full if queue.size else None
         if steps >= self._limit_step:
             self._meet_step_caps()  # of a row that came back with more steps than it may have

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from dllm_sched import (
     Accepted,
     Capacity,
+    FinishReason,
     FixedCanvas,
     GrowingKV,
     Policy,
     Request,
     RowFate,
+    RowFinished,
     Scheduler,
+    StepOutcome,
 )
 from dllm_sched.policies.presets import PRESETS
 from dllm_sched.testing import FakeEngine
@@ -177,3 +180,24 @@ def test_every_preset_takes_over_from_every_other() -> None:
             day.step()
             day.cancel(second)
         day.to_end()
+
+
+def test_the_first_round_of_a_policy_sees_nothing_that_an_earlier_round_has_seen() -> None:
+    def step(*finished: int) -> list[str]:
+        update = scheduler.next_step(now=0.0)
+        assert update.batch is not None
+        ends = tuple(RowFinished(slot, FinishReason.EOS) for slot in finished)
+        scheduler.complete_step(update.batch, StepOutcome(ends), now=0.0)
+        return [row.request.id for row in update.batch.rows]
+
+    scheduler = Scheduler(policy=PRESETS["continuous"](2), capacity=Capacity(max_num_seqs=2))
+    for name in ("a", "b", "c"):
+        scheduler.submit(Request(name, prompt_len=5, max_new_tokens=8), now=0.0)
+    assert step(1) == ["a", "b"]
+    assert step(1) == ["a", "c"]
+    assert step() == ["a"], "that c has left was seen here"
+    scheduler.set_policy(PRESETS["block_refill"](2), now=0.0)
+    scheduler.submit(Request("d", prompt_len=5, max_new_tokens=8), now=0.0)
+    assert step() == ["a"], "nobody is at a boundary, and nobody has left"
+    assert step(0) == ["a"]
+    assert step() == ["d"]
