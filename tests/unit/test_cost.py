@@ -386,7 +386,7 @@ SIX = Policy(
     ("call", "policy", "calls", "bytecodes"),
     [
         (submit, None, 7, 530),
-        (turn, None, 24, 1_410),
+        (turn, None, 24, 1_415),
         (boundaries, None, 23, 1_050),
         (submit, SIX, 12, 690),
         (turn, SIX, 52, 2_760),
