@@ -993,7 +993,7 @@ class Scheduler:
             self._retired = self._sent_back = 0
             if self._boundaries:
                 self._boundaries = []
-        self._blocked = self._full if queue.size else None
+            self._blocked = self._full if queue.size else None
         if steps >= self._limit_step:
             self._meet_step_caps()  # of a row that came back with more steps than it may have
         self._wake_at = wake_at = expiries.first() if expiries.heap else _INF
