@@ -213,7 +213,7 @@ class AsyncDriver:
             (a ``StreamingEngine``) its answers can be followed.
         clock: Seconds for the scheduler; default: a ``MonotonicClock``.
         max_open: Requests that may be open at once, >= 1; None: as many as come. It bounds what
-            the scheduler's own ``max_waiting`` cannot: the mailbox between two steps.
+            a policy's ``MaxWaiting`` cannot: the mailbox between two steps.
         on_update: As in ``Driver``: called in the driver's thread, with every ``Update``.
         max_restarts: As in ``Driver``.
         recover_steps: As in ``Driver``.
@@ -415,8 +415,8 @@ class AsyncDriver:
         """Run no step in here, to change the weights, say. Requests are taken, and wait.
 
         Rows keep their slots, and what the engine has cached of them: where that is void,
-        ``await driver.call(scheduler.requeue, ids)`` starts them anew. Several tasks may be in
-        here at once: steps run again when the last one leaves.
+        ``await driver.call(scheduler.requeue, id)`` starts one anew. Several tasks may be in here
+        at once: steps run again when the last one leaves.
         """
         self._check_started()
         self._num_paused += 1
