@@ -208,7 +208,11 @@ def make_engine(tmp_path_factory) -> Iterator[Callable[..., Engine]]:
 @pytest.mark.parametrize("name", POLICIES)
 def test_step(benchmark, make_engine, name, change, rows):
     """``next_step`` and ``complete_step``: nothing, a retirement and a join, or a boundary."""
-    if change != "nothing" and (name == "wait" or (name == "ahead" and rows == 1)):
+    # A change is reported of one row at each step. Under WAIT a row steps only in its stage's
+    # turn, and who replaces a lone row while a step is ahead sits that one out.
+    if (name == "wait" and change != "nothing") or (
+        name == "ahead" and change == "turn" and rows == 1
+    ):
         pytest.skip("the row would not be in every step")
     engine = make_engine(name, rows)
     labels = {"what": "step", "name": name, "change": change, "rows": rows, "waiting": 0}
@@ -252,7 +256,7 @@ def test_queue(benchmark, queue, call):
         engine.cancel()
     elif call == "cancel":
         measure(benchmark, engine.cancel, setup=engine.submit, calls=CALLS, **labels)
-    elif labels["name"] == "wait":
+    elif labels["name"] == "wait":  # as in test_step
         pytest.skip("the row would not be in every step")
     else:
         measure(benchmark, engine.turns, setup=engine.submit, calls=CALLS, **labels)

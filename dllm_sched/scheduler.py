@@ -90,8 +90,6 @@ _PREFILL = Phase.PREFILL
 _DEADLINE = FinishReason.DEADLINE
 _EMPTY: Mapping[Any, int] = MappingProxyType({})
 _GO_ON = Update()
-
-
 _NO_LIMITS = (_INF, _INF)  # (instant, steps)
 _NO_SLOT, _MAX_ROWS = (None, BlockedBy.SLOTS), (None, BlockedBy.POLICY)
 _new = tuple.__new__  # builds a NamedTuple in half the time of its own constructor

@@ -93,6 +93,7 @@ class D2F(Decoder):
     """The blocks of every slot. A row attends causally by blocks, and only finished ones stay."""
 
     request_type = D2FRequest
+    prompt_stands_alone = True
     knobs = ("block_add_threshold", "decoded_token_threshold", "skip_threshold", "temperature")
     progress = (*Decoder.progress, "left", "ready", "num_blocks", "num_finished", "cached")
 

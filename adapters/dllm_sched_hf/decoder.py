@@ -288,6 +288,8 @@ class Decoder(abc.ABC):
     """Whether later forwards read keys and values of earlier ones."""
     whole_prefill: ClassVar[bool] = False
     """Whether a row's first forward holds its whole canvas (``Capacity.whole_prefill``)."""
+    prompt_stands_alone: ClassVar[bool] = False
+    """Whether a prompt sees only itself: rows of a group may then share its keys and values."""
     confidence_type: ClassVar[type[np.floating[Any]]] = np.float32
     """In which precision the softmax is taken."""
     progress: ClassVar[tuple[str, ...]] = ("tokens", "num_steps", "stop_step")
@@ -320,6 +322,12 @@ class Decoder(abc.ABC):
         self.num_steps[slot] = self.stop_step[slot] = 0
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def set_prompt_cached(self, slot: int, *, cached: bool) -> None:  # noqa: B027 - for those who can
+        """Say whether the prompt of a row that has taken no step is in the cache already.
+
+        Asked only of a decoder whose ``prompt_stands_alone``.
+        """
 
     def save(self, slot: int) -> tuple[Any, ...]:
         """Return a copy of the row's progress."""

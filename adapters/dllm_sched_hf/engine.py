@@ -655,7 +655,7 @@ class DecodingEngine:
             Places of the cache to be copied in the forward, and where to; None = nothing to copy.
         """
         decoder = self._decoder
-        if not isinstance(decoder, D2F) or all(row.request.group is None for row in joined):
+        if not decoder.prompt_stands_alone or all(row.request.group is None for row in joined):
             return None
         here = set(slots.tolist())
         donors: dict[tuple[Any, ...], int] = {}
@@ -666,7 +666,9 @@ class DecodingEngine:
                 continue
             request = tenant.request
             key = (request.group, request.prompt)
-            donor = donors.setdefault(key, self._donor(request, row.slot))
+            if key not in donors:
+                donors[key] = self._donor(request, row.slot)
+            donor = donors[key]
             if donor != row.slot:
                 places = np.arange(request.prompt_len)
                 source.append(donor * self.max_len + places)
@@ -691,7 +693,7 @@ class DecodingEngine:
     def _share_nothing(self, slots: Ints) -> None:
         """Take back what rows were to skip in a step that failed."""
         decoder = self._decoder
-        if isinstance(decoder, D2F):
+        if decoder.prompt_stands_alone:
             for slot in slots[decoder.num_steps[slots] == 0].tolist():
                 decoder.set_prompt_cached(slot, cached=False)
 

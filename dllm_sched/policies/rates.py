@@ -77,7 +77,7 @@ class Rate:
 
     def rate(self, state: Any) -> float | None:
         """Return arrivals per second, > 0; None: not known yet. O(1)."""
-        raise NotImplementedError
+        raise NotImplementedError  # a base: what is known is each estimator's own
 
 
 @attrs.frozen
@@ -391,7 +391,7 @@ class Service:
 
     def seconds(self, state: Any, num_rows: int) -> float | None:
         """Return the seconds that a batch of ``num_rows`` runs; None: not known yet. O(1)."""
-        raise NotImplementedError
+        raise NotImplementedError  # a base: what is known is each estimator's own
 
 
 @attrs.frozen

@@ -98,7 +98,7 @@ class _Dividing(Strategy):
 
     def _divide(self, types: Sequence[TrafficType]) -> Any:
         """Return the shares of a batch."""
-        raise NotImplementedError
+        raise NotImplementedError  # a base: WAIT and Nested WAIT divide in their own ways
 
     @property
     def observes(self) -> tuple[type[Any], ...]:  # type: ignore[override]

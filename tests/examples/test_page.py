@@ -21,7 +21,7 @@ playwright = pytest.importorskip("playwright.sync_api")
 PATIENCE_S = 120  # far more than anything here takes
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-if CHROMIUM is None:
+if CHROMIUM is None:  # a browser is no Python package; .ci/run installs it where it may
     pytest.skip("no chromium is installed", allow_module_level=True)
 FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run
  --disable-background-networking --disable-component-update --disable-sync""".split()

@@ -27,7 +27,7 @@ BANNED = [
 def tracked() -> list[Path]:
     git = shutil.which("git")
     if git is None or not (ROOT / ".git").exists():
-        pytest.skip("not a git clone")
+        pytest.skip("not a git clone")  # an unpacked sdist: only git knows what is the project's
     listed = subprocess.run(
         [git, "ls-files", "-z"], check=True, capture_output=True, text=True, cwd=ROOT
     )

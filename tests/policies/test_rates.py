@@ -183,7 +183,7 @@ def test_nothing_is_known_before_two_arrivals_lie_apart(name: str) -> None:
     assert all(value is not None and 0 < value < 100 for value in found[3:])
     state = RATES[name].init()
     assert RATES[name].observe(state, RequestJoined(1.0, "a", 0, 0, 0.0, resumed=False)) == state
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError):  # the base estimates nothing, and does not say None
         Rate().rate(None)
 
 
