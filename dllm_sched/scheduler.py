@@ -243,7 +243,7 @@ class Scheduler:
         for observer in self._observers:
             if not callable(observer):
                 raise ConfigError(f"Scheduler: observers must be callables, got {observer!r}")
-        self._now = -_INF  # the latest ``now``; inf inside of a call that asks others (_locked)
+        self._now = -_LATEST  # the latest ``now``; inf inside of a call that asks others (_locked)
         self._at = -_INF  # the ``now`` of the present call
         self._views: dict[str, RequestView] = {}
         self._running = RunningSet(capacity, max_in_flight)

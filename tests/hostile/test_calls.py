@@ -138,7 +138,7 @@ POLICIES = {
 def faults(ledger: Any, rng: random.Random) -> Any:
     """A call that must be refused, as things stand."""
     scheduler, now = ledger.scheduler, ledger.now
-    past = scheduler._now - 1 if scheduler._now > -math.inf else math.nan
+    past = math.nextafter(scheduler._now, -math.inf)  # before the first call: -inf itself
     flight: StepBatch | None = ledger.flights[0] if ledger.flights else None
     slot = flight.rows[0].slot if flight is not None else 0
     bad_batch = StepBatch(-1, now, ()) if flight is None else flight._replace(rows=())

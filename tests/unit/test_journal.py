@@ -20,6 +20,7 @@ from dllm_sched import (
     Accepted,
     BlockBoundary,
     Capacity,
+    ClockError,
     ConfigError,
     FinishReason,
     GrowingKV,
@@ -31,6 +32,7 @@ from dllm_sched import (
     RowFailed,
     RowFate,
     RowFinished,
+    Scheduler,
     StepOutcome,
     cli,
     presets,
@@ -590,3 +592,22 @@ def test_a_request_that_cannot_be_built_again_is_said():
     lines[1] = lines[1].replace("prompt_len", "prompt_size")
     with pytest.raises(JournalError, match="prompt_size"):
         restore(lines, io.StringIO(), now=0.0)
+
+
+@pytest.mark.parametrize("now", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("call", ["pause", "drain", "next_step", "submit"])
+def test_the_first_instant_is_a_number_too(call, now):
+    text = io.StringIO()
+    for scheduler in (
+        JournaledScheduler(text, policy=presets.continuous(1), capacity=Capacity(max_num_seqs=1)),
+        Scheduler(capacity=Capacity(max_num_seqs=1)),
+    ):
+        before = text.getvalue()
+        args = (Request("a", prompt_len=1, max_new_tokens=1),) if call == "submit" else ()
+        with pytest.raises(ClockError):
+            getattr(scheduler, call)(*args, now=now)
+        assert text.getvalue() == before
+        assert scheduler.submit(Request("a", prompt_len=1, max_new_tokens=1), now=0.0) == Accepted(
+            "a"
+        ), "neither paused nor draining"
+        assert scheduler.next_step(now=0.0).batch is not None
