@@ -48,6 +48,8 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -117,15 +119,17 @@ def box_workload(options: argparse.Namespace) -> Workload:
     return Workload("box", model, D2FEngine, requests, guarded=False)
 
 
-def golden_workload(name: str, options: argparse.Namespace) -> Workload:
-    """The recorded requests, or the first so many."""
+def golden_workload(name: str, options: argparse.Namespace, *, merge: bool = True) -> Workload:
+    """The recorded requests, or the first so many; with a LoRA in the weights or beside them."""
     from dllm_sched_hf import load_model, parity
 
     path = GOLDEN / f"{name}.json.gz"
     record = parity._read_record(path)
     entries = record["requests"]
     lora = GOLDEN / f"{record['model']}_lora" if record["lora"] else None
-    model = load_model(GOLDEN / record["model"], lora, device=options.device, dtype=options.dtype)
+    model = load_model(
+        GOLDEN / record["model"], lora, merge=merge, device=options.device, dtype=options.dtype
+    )
     requests, tokens, forwards = [], {}, {}
     for entry in entries[: options.requests]:
         request, _ = parity._case(path.name, record, entry)
@@ -267,6 +271,25 @@ def loop(engine: Any, scheduler: Any, requests: Iterable[Any]) -> Iterator[tuple
         yield len(update.batch.rows), perf_counter() - began
 
 
+@contextmanager
+def recorded(model: Any) -> Iterator[list[partial[Any]]]:
+    """Note what the steps ask of a model, to be asked again, in a list that the caller clears."""
+    calls: list[partial[Any]] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(partial(function, *args))
+            return function(*args)
+
+        return call
+
+    model.forward_packed, model.logits = noted(model.forward_packed), noted(model.logits)
+    try:
+        yield calls
+    finally:
+        del model.forward_packed, model.logits
+
+
 def beside_the_forward_alone(
     work: Workload, batch_size: int, *, samples: int, every: int
 ) -> dict[str, float | None]:
@@ -280,15 +303,6 @@ def beside_the_forward_alone(
 
     engine, scheduler = build(work, batch_size)
     model, device = engine.model, engine.model.device
-    forward, head = model.forward_packed, model.logits
-    calls: list[tuple[Any, Any]] = []
-
-    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            calls.append((function, args))
-            return function(*args)
-
-        return call
 
     def timed(run: Callable[[], object]) -> float:
         began = perf_counter()
@@ -298,13 +312,12 @@ def beside_the_forward_alone(
         return perf_counter() - began
 
     alone, dense = [], []
-    model.forward_packed, model.logits = recorded(forward), recorded(head)
-    try:
+    with recorded(model) as calls:
         for number, (rows, step_s) in enumerate(loop(engine, scheduler, work.requests)):
             if calls and number % every == every - 1:
-                sent = calls[0][1][0].shape[0]
+                sent = calls[0].args[0].shape[0]
                 with torch.inference_mode():
-                    again_s = timed(lambda: [function(*args) for function, args in calls])
+                    again_s = timed(lambda: [call() for call in calls])
                     ids = torch.zeros((rows, max(1, round(sent / rows))), dtype=torch.int64)
                     ids = ids.to(device)
                     dense_s = timed(lambda ids=ids: model(ids))
@@ -313,8 +326,6 @@ def beside_the_forward_alone(
             calls.clear()
             if len(alone) == samples:
                 break
-    finally:
-        del model.forward_packed, model.logits
     if not alone:
         return {"alone": None, "dense": None}
     return {"alone": statistics.median(alone), "dense": statistics.median(dense)}
