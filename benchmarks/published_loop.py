@@ -3,29 +3,32 @@
     python benchmarks/published_loop.py
     python benchmarks/published_loop.py --recordings all --batch-sizes 1,4,16,64 --threads 2
 
-The loop is a stand-in in own words for that of the public evaluation script, which was not run
-here. It does per step what that one does, written as one would who takes care: one request at a
-time, a LoRA that PEFT keeps beside the weights, a cache that grows by ``torch.cat``, keys that are
-kept unrotated and all turned again, whatever block is open run whole, a softmax over the
-vocabulary, and tokens that are committed one by one, each read by ``.item()``. Rotations come from
-a table, a step's mask is a view of the request's, norms and layers are plain functions. Its tokens
-and forwards must be the recorded ones, and so must those of the engine.
+The loop is a stand-in, in own words, for that of the public evaluation script, which was not run
+here. Its forward does the same operations: a LoRA that PEFT keeps beside the weights, a cache that
+grows by ``torch.cat``, keys kept unrotated and all turned again at each forward, an explicit mask.
+So does its decoding: one request at a time, a softmax over the vocabulary for each block, commits
+that read their tokens one by one with ``.item()``. It leaves out what the public one spends beside
+the forward and needs for no token: a copy of the step's mask, copies and sums of the whole
+sequence's masks for each block, the text at every step. Where that matters the loop is too fast
+here, and "times the loop" too low. Its tokens and forwards must be the recorded ones, and so must
+the engine's.
 
 Both serve the same requests in one process with as many threads, in ``--rounds`` interleaved
-rounds of which the fastest counts, in wall time. What the loop was said to reach elsewhere stands
-beside what it reaches here; nothing is fitted to it.
+rounds of which the fastest counts, in wall time. What the public loop was said to reach elsewhere
+stands beside what the stand-in reaches here; nothing is fitted to it.
 
 How much more is possible at all, from every forward of the engine run again on the same packed
 tokens: ``forward alone``, with nothing around it; ``products alone``, of that only the products of
-matrices and the attention, on the same operands, without the norms, rotations, copies and sums in
-between, and the rate at which they run; ``at the peak``, if they ran at the rate of one large
-product. Each is given in requests/s and as times the loop.
+matrices and the attention, on the same operands, without the norms, rotations, copies and sums
+between them, and the rate at which they run; ``at the peak``, as many operations at the rate of
+one large product. Each is given in requests/s and as times the loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -171,7 +174,7 @@ def generate(model: LLaDAModelLM, table: tuple[Tensor, Tensor], request: D2FRequ
         ):
             blocks.append(Block(last.end, last.end + length, length))
             x = torch.cat((x, torch.full((1, length), mask_id)), 1)
-        for before, block in zip(blocks, blocks[1:], strict=False):
+        for before, block in itertools.pairwise(blocks):
             if before.decoded >= request.decoded_token_threshold:
                 block.complete = True
         if (x == mask_id).sum() == 0 and all(block.state != "active" for block in blocks):
@@ -190,7 +193,7 @@ def generate(model: LLaDAModelLM, table: tuple[Tensor, Tensor], request: D2FRequ
             for block in finished:
                 block.state = "cached"
 
-        for number, block in enumerate(blocks):
+        for place, block in enumerate(blocks):
             if block.state != "active":
                 continue
             masked = (x[0, block.start : block.end] == mask_id).nonzero()[:, 0]
@@ -205,7 +208,7 @@ def generate(model: LLaDAModelLM, table: tuple[Tensor, Tensor], request: D2FRequ
                     x[0, block.start + masked[index].item()] = committed
                     stopped |= committed in request.stop_token_ids
                 block.left -= len(chosen)
-            if block.left == 0 and all(one.state != "active" for one in blocks[:number]):
+            if block.left == 0 and all(one.state != "active" for one in blocks[:place]):
                 block.state = "to cache"
 
 
