@@ -417,7 +417,7 @@ def capture(options: argparse.Namespace) -> Callable[[Any], Any]:
     """How steps become graphs; on a CPU only their padding is real: they are called again."""
     from dllm_sched_hf import capture_cuda
 
-    return capture_cuda if options.device.startswith("cuda") else lambda body: body
+    return capture_cuda if options.device.startswith("cuda") else lambda body, _pool: body
 
 
 def graph_figures(run: Run, again: Run | None) -> dict[str, Any]:

@@ -302,7 +302,14 @@ class DecodingEngine:
         self._graphs: StepGraphs | None = None
         if capture is not None:
             self._graphs = StepGraphs(
-                base, self._cache, self._bias, self._read_greedy, max_num_seqs, capture
+                base,
+                self._cache,
+                self._bias,
+                self._read_greedy,
+                self._read_drawn,
+                chunk=max(1, _LOGITS_PER_CHUNK // self.vocab_size),
+                max_rows=max_num_seqs,
+                capture=capture,
             )
         self.graph_stats = None if self._graphs is None else self._graphs.stats
         self._flight: _Flight | Exception | None = None  # the step that runs, or why it does not
@@ -847,8 +854,8 @@ class DecodingEngine:
             position, step = plan.position[plan.masked], self._decoder.num_steps[slot]
             draws = uniform_draws(self._decoder.seed[slot], position, step)
         if self._graphs is not None:
-            against = None if draws is None else "draws"
-            replayed = self._graphs.run(plan, against if copied is None else "shared")
+            drawn = None if draws is None else (temperature, draws)
+            replayed = self._graphs.run(plan, drawn, None if copied is None else "shared")
             if replayed is not None:
                 return replayed
         layout = self._layout(plan, ranges)
@@ -956,21 +963,29 @@ class DecodingEngine:
         """
         if draws is None:
             return self._read_greedy(logits)
-        scores = logits[:, : self.vocab_size].to(self._precision)
-        divisor = np.where(temperature > 0, temperature, 1.0)
-        scores = scores / self._upload(divisor).to(scores.dtype)[:, None]
+        return self._read_drawn(logits, self._upload(temperature), self._upload(draws))
+
+    def _read_drawn(self, logits: Tensor, temperature: Tensor, draws: Tensor) -> Tensor:
+        """Read out tokens of which some are drawn, a part of the positions at a time.
+
+        No shape depends on a value and nothing waits for the device: graphs run this too.
+        """
+        part = max(1, _WIDE_PER_CHUNK // self.vocab_size)
+        parts = zip(logits.split(part), temperature.split(part), draws.split(part), strict=True)
+        return torch.cat([self._draw(*each) for each in parts], 1)
+
+    def _draw(self, logits: Tensor, temperature: Tensor, draws: Tensor) -> Tensor:
+        hot = temperature > 0
+        divisor = torch.where(hot, temperature, 1.0).to(self._precision)
+        scores = logits[:, : self.vocab_size].to(self._precision) / divisor[:, None]
         total = scores.logsumexp(-1)
         scores[:, self.mask_token_id].fill_(-math.inf)
-        top, token = scores.max(-1)
-        if temperature.any():
-            hot = np.flatnonzero(temperature)
-            where, draw = self._upload(hot), self._upload(draws[hot])
-            # Inverse of the cumulative distribution: one draw per position, not per token.
-            steps = scores[where].double().softmax(-1).cumsum(-1)
-            drawn = torch.searchsorted(steps, (draw * steps[:, -1])[:, None], right=True)[:, 0]
-            drawn = torch.where(drawn < scores.shape[1], drawn, token[where])
-            token[where], top[where] = drawn, scores[where, drawn]
-        return self._as_bits(top - total, token)
+        token = scores.argmax(-1)
+        # Inverse of the cumulative distribution: one draw per position, not per token.
+        steps = scores.double().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(steps, (draws * steps[:, -1])[:, None], right=True)[:, 0]
+        token = torch.where(hot & (drawn < self.vocab_size), drawn, token)
+        return self._as_bits(scores.gather(1, token[:, None])[:, 0] - total, token)
 
     def _read_on_host(self, logits: Tensor) -> tuple[NDArray[Any], Ints]:
         """Do the same, without draws, in a third of the time where the host has the logits.

@@ -1,20 +1,24 @@
 """Steps as CUDA graphs: one launch for all kernels of a forward whose shape has come before.
 
-A step is padded to a *bucket* of (rows, tokens per row, keys, wanted positions), filled into
-buffers that never move, in one upload, and replayed. What does not pay or cannot be captured runs
-as ever, and is counted with the reason. How a function is captured is injected: tests run the whole
-of this on a CPU with a capture that only calls the function again.
+A step is padded to a :class:`Bucket`, filled into buffers that never move, in one upload, and
+replayed. Linear layers run over the tokens of all rows, packed as ever and padded at the end alone;
+only attention is padded to rows of equally many queries. What does not pay or cannot be captured
+runs without a graph, and is counted with the reason. How a function is captured is injected: tests
+run the whole of this on a CPU, with a capture that does again what was done, operation by
+operation.
 
-Padding repeats what is there already: a row's last token fills up its row, the last row fills up
-the batch. The copies write the same keys and values to the same places, and nobody reads what they
-find, so no slot is needed for them.
+Padding repeats what is there already: the last token fills up the packed axis and the queries, and
+the last position to be predicted those. Copies write the same keys and values to the same places,
+and nobody reads what they find, so no slot is needed for them.
 
 **Not run on a GPU:** there was none to run it on. What is tested is the choice of buckets, that a
-padded step decodes to the same tokens, and every fallback; not :func:`capture_cuda`, and no speed.
+padded step decodes to the same tokens, that a body reads nothing but its fixed tensors, and every
+fallback; not :func:`capture_cuda`, and no speed.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
@@ -23,24 +27,26 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from dllm_sched_hf.decoder import StepPlan
+from dllm_sched_hf.decoder import Floats, Ints, StepPlan
 from dllm_sched_hf.modeling_llada import AttentionGroup, KVCache, LLaDAModelLM, PackedLayout
 
 __all__ = ["Bucket", "Capture", "GraphStats", "StepGraphs", "capture_cuda"]
 
 Body = Callable[[], Tensor]
-Capture = Callable[[Body], Body]
-"""Takes a function that works on fixed tensors, and returns one that repeats it."""
+Capture = Callable[[Body, Any], Body]
+"""Takes a function that works on fixed tensors, and returns one that repeats it. Second comes what
+names the memory that all graphs of an engine may work in, for no two of them run at once."""
 
 MAX_TOKENS = 4096
-"""Padded tokens of the largest bucket: beyond, launches are a small part of a forward."""
-MAX_PADDING = 2.0
-"""Padded tokens per token that a step may have: beyond, it runs without padding."""
-MAX_GRAPHS = 64
+"""Tokens of the largest bucket: beyond, launches are a small part of a forward."""
+MAX_PADDED_CELLS = 4096
+"""Attention cells (query x key) of padded queries that a bucket may have per token. In LLaDA-8B so
+many cost a sixth of a token's linear layers (4 against 24 ``d_model**2`` in multiply-adds)."""
+MAX_GRAPHS = 256
 _MAX_FAILURES = 3
+_STEPS_PER_OCTAVE = 32  # of buckets' tokens: one in 33 is padding, at most
 _KEYS = 256  # buckets of keys are multiples of this
 
 _log = logging.getLogger("dllm_sched")
@@ -53,12 +59,12 @@ class GraphStats:
     Attributes:
         captures: Graphs made.
         replays: Steps that ran as one.
-        padding: Tokens that they sent through forwards to fill up their buckets;
+        padding: Tokens that they sent through linear layers to fill up their buckets;
             ``num_tokens`` of the engine has only those that rows needed.
-        fallbacks: Steps that did not, by reason: ``draws`` (temperature above 0), ``shared`` (a
-            prompt is copied from another row), ``guided`` (second sequences), ``size`` (above
-            ``MAX_TOKENS``), ``padding`` (rows too unlike), ``graphs`` (there are ``MAX_GRAPHS``),
-            ``capture`` (it failed for this bucket).
+        fallbacks: Steps that did not, by reason: ``shared`` (a prompt is copied from another row),
+            ``guided`` (second sequences), ``size`` (above ``MAX_TOKENS``), ``padding`` (rows too
+            unlike: above ``MAX_PADDED_CELLS``), ``graphs`` (there are ``MAX_GRAPHS``), ``capture``
+            (it failed for this bucket, or for three).
     """
 
     captures: int = 0
@@ -70,13 +76,18 @@ class GraphStats:
 class Bucket(NamedTuple):
     """The shape of a graph."""
 
+    tokens: int  #: of all rows: what linear layers run over
     rows: int
-    tokens: int  #: per row
-    keys: int
+    queries: int  #: per row, in attention
+    keys: int  #: likewise
     wanted: int  #: positions to be predicted
+    in_place: bool  #: its rows are the first slots of the cache: no key is gathered
+    drawn: bool  #: tokens are drawn where temperatures are above 0
 
     @classmethod
-    def of(cls, plan: StepPlan, max_rows: int, max_len: int, *, cached: bool) -> Bucket:
+    def of(
+        cls, plan: StepPlan, max_rows: int, max_len: int, *, cached: bool, drawn: bool
+    ) -> Bucket:
         """Return the smallest bucket that holds a step.
 
         Args:
@@ -84,17 +95,31 @@ class Bucket(NamedTuple):
             max_rows: Of any step.
             max_len: Longest row.
             cached: Whether keys come from a cache; else they are the row's own new tokens.
+            drawn: Whether any row has a temperature above 0.
         """
-        rows = min(_step_up(len(plan.slots), 1), max_rows)
-        tokens = min(_step_up(int((plan.end - plan.start).max()), 16), max_len)
-        keys = min(-(-int(plan.length.max()) // _KEYS) * _KEYS, max_len) if cached else tokens
-        wanted = min(1 << max(5, (len(plan.masked) - 1).bit_length()), rows * tokens)
-        return cls(rows, tokens, keys, wanted)
+        rows = min(_step_up(len(plan.slots)), max_rows)
+        first = min(_step_up(int(plan.slots.max()) + 1), max_rows)
+        tokens = _step_up(len(plan.token), _STEPS_PER_OCTAVE)
+        if rows == 1:
+            tokens = queries = min(tokens, max_len)
+        else:
+            queries = min(_step_up(max(int((plan.end - plan.start).max()), 16)), max_len)
+        keys = min(-(-int(plan.length.max()) // _KEYS) * _KEYS, max_len) if cached else queries
+        wanted = min(_step_up(max(len(plan.masked), 16)), tokens)
+        return cls(tokens, rows, queries, keys, wanted, cached and first == rows, drawn)
 
+    @property
+    def excess(self) -> float:
+        """Attention cells of padded queries per token."""
+        return (self.rows * self.queries - self.tokens) * self.keys / self.tokens
 
-class _Graph(NamedTuple):
-    inputs: Tensor
-    replay: Body
+    def holds(self, other: Bucket) -> bool:
+        """Return whether a graph of this shape is to serve the steps of another as well.
+
+        It has not a token more, and nothing in attention or the head is more than twice as long.
+        """
+        same = self.tokens == other.tokens and self[5:] == other[5:]
+        return same and all(x <= y <= 2 * x for x, y in zip(other[1:5], self[1:5], strict=True))
 
 
 class StepGraphs:
@@ -104,7 +129,9 @@ class StepGraphs:
         model: Its weights stay where they are.
         cache: The engine's, or None.
         bias: ``[max_len + 1, max_len]``; row u shows the first ``max_len - u`` positions.
-        read_out: Logits ``[c, embedding_size]`` to what the engine copies back, ``[2, c]``.
+        read_greedy: Logits ``[c, embedding_size]`` to what the engine copies back, ``[2, c]``.
+        read_drawn: The same, given float64 ``[c]`` temperatures and ``[c]`` draws besides.
+        chunk: Positions whose logits exist at once, >= 1.
         max_rows: Of any step.
         capture: How a function is captured.
     """
@@ -114,122 +141,162 @@ class StepGraphs:
         model: LLaDAModelLM,
         cache: KVCache | None,
         bias: Tensor,
-        read_out: Callable[[Tensor], Tensor],
+        read_greedy: Callable[[Tensor], Tensor],
+        read_drawn: Callable[[Tensor, Tensor, Tensor], Tensor],
+        chunk: int,
         max_rows: int,
         capture: Capture,
     ) -> None:
         self.stats = GraphStats()
         self._model, self._cache, self._bias = model, cache, bias
-        self._read_out = read_out
+        self._read_greedy, self._read_drawn, self._chunk = read_greedy, read_drawn, chunk
         self._max_rows, self._max_len = max_rows, bias.shape[1]
         self._capture = capture
-        self._graphs: dict[Bucket, _Graph | None] = {}  # None = it could not be captured
+        self._graphs: dict[Bucket, Body] = {}
+        self._served: dict[Bucket, Bucket | str] = {}  # by which graph, or why by none
         self._num_failed = 0
         on_gpu = bias.is_cuda
-        most = 4 * MAX_TOKENS + max_rows + MAX_TOKENS
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        most = 8 * MAX_TOKENS + max_rows * (self._max_len + 1)
+        self._inputs = torch.zeros(most, dtype=torch.int64, device=bias.device)  # of every graph
         # On the host, filled anew for each step: the one before has been copied back by then.
         self._staged = torch.empty(most, dtype=torch.int64, pin_memory=on_gpu)
+        self._filled: Ints = self._staged.numpy()
 
-    def run(self, plan: StepPlan, against: str | None = None) -> Tensor | None:
-        """Run a step as a graph, if it can be one; O(padded tokens) on the host.
+    def run(
+        self, plan: StepPlan, drawn: tuple[Floats, Floats] | None, against: str | None = None
+    ) -> Tensor | None:
+        """Run a step as a graph, if it can be one; O(padded tokens and queries) on the host.
 
         Args:
             plan: The step's.
+            drawn: Temperature and draw of each masked position, ``[c]`` each; None = no row has a
+                temperature above 0.
             against: Why the engine has it run without one, if so.
 
         Returns:
-            What ``read_out`` gives of the masked positions, ``[2, c]``, valid until the next run;
-            None = run it without a graph.
+            What the engine copies back of the masked positions, ``[2, c]``, valid until the next
+            run; None = run it without a graph.
         """
-        bucket = Bucket.of(plan, self._max_rows, self._max_len, cached=self._cache is not None)
-        reason = against or self._refusal(plan, bucket)
-        if reason is None and bucket not in self._graphs:
-            self._graphs[bucket] = self._make(plan, bucket)
-        graph = None if reason else self._graphs[bucket]
-        if graph is None:
-            self.stats.fallbacks[reason or "capture"] += 1
+        served: Bucket | str | None = against if plan.guide is None else "guided"
+        if served is None:
+            cached = self._cache is not None
+            bucket = Bucket.of(
+                plan, self._max_rows, self._max_len, cached=cached, drawn=drawn is not None
+            )
+            served = self._served.get(bucket) or self._choose(bucket)
+        if isinstance(served, Bucket):
+            self._fill(plan, drawn, served)
+            if served not in self._graphs:
+                served = self._make(served)
+        if isinstance(served, str):
+            self.stats.fallbacks[served] += 1
             return None
-        self._fill(plan, bucket, graph.inputs)
         self.stats.replays += 1
-        self.stats.padding += bucket.rows * bucket.tokens - len(plan.token)
-        return graph.replay()[:, : len(plan.masked)]
+        self.stats.padding += served.tokens - len(plan.token)
+        return self._graphs[served]()[:, : len(plan.masked)]
 
-    def _refusal(self, plan: StepPlan, bucket: Bucket) -> str | None:
-        """Return why a step is not to run as a graph, or None."""
-        padded, new = bucket.rows * bucket.tokens, bucket not in self._graphs
-        reasons = {
-            "guided": plan.guide is not None,
-            "size": padded > MAX_TOKENS,
-            "padding": padded > MAX_PADDING * max(len(plan.token), 16 * bucket.rows),
-            "graphs": new and len(self._graphs) >= MAX_GRAPHS,
-            "capture": new and self._num_failed >= _MAX_FAILURES,
-        }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+    def _choose(self, bucket: Bucket) -> Bucket | str:
+        """Return the bucket whose graph is to serve this one's steps, or why there is none."""
+        served: Bucket | str = bucket
+        holding = [other for other in self._graphs if other.holds(bucket)]
+        if holding:
+            served = min(holding)
+        elif bucket.tokens > MAX_TOKENS:
+            served = "size"
+        elif bucket.excess > MAX_PADDED_CELLS:
+            served = "padding"
+        elif len(self._graphs) >= MAX_GRAPHS:
+            served = "graphs"
+        elif self._num_failed >= _MAX_FAILURES:
+            served = "capture"
+        self._served[bucket] = served
+        return served
 
-    def _make(self, plan: StepPlan, bucket: Bucket) -> _Graph | None:
-        inputs = torch.zeros(_num_inputs(bucket), dtype=torch.int64, device=self._bias.device)
-        self._fill(plan, bucket, inputs)  # what is captured is run before, to warm up
+    def _make(self, bucket: Bucket) -> Bucket | str:
+        """Capture the step that has been filled in; return its bucket, or why there is no graph."""
         try:
-            replay = self._capture(self._body(bucket, inputs))
+            self._graphs[bucket] = self._capture(self._body(bucket), self._pool)
         except RuntimeError as error:
             self._num_failed += 1
+            self._served[bucket] = "capture"
             _log.warning(
                 "%s could not be captured, its steps run without a graph: %r", bucket, error
             )
-            return None
+            return "capture"
         self.stats.captures += 1
-        return _Graph(inputs, replay)
+        return bucket
 
-    def _body(self, bucket: Bucket, inputs: Tensor) -> Body:
+    def _body(self, bucket: Bucket) -> Body:
         """Return the step of a bucket as a function of nothing but fixed tensors."""
-        rows, tokens, keys, _ = bucket
-        token, position, write_index, unseen, slots, wanted = inputs.split(_sizes(bucket))
-        where: slice | Tensor = slice(0, rows * tokens)
-        if self._cache is not None:
-            where = slots
+        num_tokens, rows, queries, keys, num_wanted, in_place, drawn = bucket
+        packed, pad, slots, wanted, *hot = _split(self._inputs, bucket)
+        token, position, write_index, unseen, unpad = packed
+        where: slice | Tensor = slots
+        if self._cache is None:
+            where = slice(0, num_tokens)
+        elif in_place:
+            where = slice(0, rows)
+        to_rows = (None, None) if rows == 1 else (pad, unpad)  # one row is as long as the axis
+        temperature, draws = (x.view(torch.float64) for x in hot) if drawn else (wanted, wanted)
 
         def body() -> Tensor:
-            bias = self._bias[:, :keys].index_select(0, unseen).view(rows, 1, tokens, keys)
-            group = AttentionGroup(0, rows * tokens, where, keys, None, None, rows, bias)
+            seen = unseen if rows == 1 else unseen.index_select(0, pad.flatten())
+            bias = self._bias[:, :keys].index_select(0, seen).view(rows, 1, queries, keys)
+            group = AttentionGroup(0, num_tokens, where, keys, *to_rows, rows, bias)
             write = None if self._cache is None else write_index
             layout = PackedLayout(position, write, (group,), wanted)
             hidden = self._model.forward_packed(token, layout, self._cache)
-            return self._read_out(self._model.logits(hidden))
+            found = []
+            for low in range(0, num_wanted, self._chunk):
+                part = slice(low, low + self._chunk)
+                logits = self._model.logits(hidden[part])
+                if drawn:
+                    found.append(self._read_drawn(logits, temperature[part], draws[part]))
+                else:
+                    found.append(self._read_greedy(logits))
+            return torch.cat(found, 1)
 
         return body
 
-    def _fill(self, plan: StepPlan, bucket: Bucket, inputs: Tensor) -> None:
+    def _fill(self, plan: StepPlan, drawn: tuple[Floats, Floats] | None, bucket: Bucket) -> None:
         """Upload a step, padded to its bucket, in one copy."""
         count = plan.end - plan.start
         offset = count.cumsum() - count
-        row = np.minimum(np.arange(bucket.rows), len(count) - 1)
-        at = np.minimum(np.arange(bucket.tokens), count[row, None] - 1) + offset[row, None]
-        at = at.ravel()
-        position = plan.position[at]
-        slots = plan.slots[row]
-        wanted = np.full(bucket.wanted, plan.masked[0])
-        wanted[: len(plan.masked)] = plan.masked
-        of = plan.row[wanted]
-        staged = self._staged[: len(inputs)]
-        filled: NDArray[Any] = staged.numpy()
-        np.concatenate(
-            (
-                plan.token[at],
-                position,
-                np.repeat(slots * self._max_len, bucket.tokens) + position,
-                self._max_len - plan.visible[at],
-                slots,
-                of * bucket.tokens + wanted - offset[of],
-            ),
-            out=filled,
-        )
-        inputs.copy_(staged, non_blocking=True)
+        num, num_rows, num_wanted = len(plan.token), len(count), len(plan.masked)
+        place = plan.slots if bucket.in_place else np.arange(num_rows)
+        packed, pad, slots, wanted, *hot = _split(self._filled, bucket)
+        token, position, write_index, unseen, unpad = packed[:, :num]
+        token[:] = plan.token
+        position[:] = plan.position
+        np.add((plan.slots * self._max_len)[plan.row], plan.position, out=write_index)
+        np.subtract(self._max_len, plan.visible, out=unseen)
+        np.add((place * bucket.queries - offset)[plan.row], np.arange(num), out=unpad)
+        packed[:, num:] = packed[:, num - 1 : num]
+        pad.fill(num - 1)
+        pad[place] = np.minimum(np.arange(bucket.queries), count[:, None] - 1) + offset[:, None]
+        slots[:] = plan.slots[-1]
+        slots[:num_rows] = plan.slots
+        wanted[:num_wanted] = plan.masked
+        wanted[num_wanted:] = plan.masked[-1]
+        if drawn is not None:
+            for into, values in zip(hot, drawn, strict=True):
+                number = into.view(np.float64)
+                number[:num_wanted] = values
+                number[num_wanted:] = values[-1]
+        size = sum(_sizes(bucket))
+        self._inputs[:size].copy_(self._staged[:size], non_blocking=True)
 
 
-def capture_cuda(body: Body) -> Body:
+def capture_cuda(body: Body, pool: Any) -> Body:
     """Capture a function as a CUDA graph, after it has run a few times on a stream of its own.
 
     Not run on a GPU, see the module.
+
+    Args:
+        body: Works on fixed tensors.
+        pool: Of ``torch.cuda.graph_pool_handle``: graphs that share it work in the same memory, so
+            what one has found lasts until another runs.
 
     Raises:
         RuntimeError: If it does something that cannot be captured.
@@ -241,7 +308,7 @@ def capture_cuda(body: Body) -> Body:
             body()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         found = body()
 
     def replay() -> Tensor:
@@ -251,17 +318,27 @@ def capture_cuda(body: Body) -> Body:
     return replay
 
 
-def _sizes(bucket: Bucket) -> list[int]:
-    tokens = bucket.rows * bucket.tokens
-    return [tokens, tokens, tokens, tokens, bucket.rows, bucket.wanted]
+def _sizes(bucket: Bucket) -> tuple[int, ...]:
+    num_drawn = bucket.wanted if bucket.drawn else 0
+    queries = bucket.rows * bucket.queries
+    return 5 * bucket.tokens, queries, bucket.rows, bucket.wanted, num_drawn, num_drawn
 
 
-def _num_inputs(bucket: Bucket) -> int:
-    return sum(_sizes(bucket))
+def _split(numbers: Any, bucket: Bucket) -> list[Any]:
+    """Return what is where in the inputs of a graph, as views of a tensor or of an array.
+
+    Returns:
+        Per token (``[5, tokens]``) its id, its position, where its keys are written, how much it
+        does not see and where its query is in the padded ones; ``[rows, queries]`` the token of
+        each padded query; ``[rows]`` slots; ``[wanted]`` tokens to be predicted, and the
+        temperature and the draw of each (empty where none is drawn).
+    """
+    edges = (0, *itertools.accumulate(_sizes(bucket)))
+    packed, pad, *rest = (numbers[low:high] for low, high in itertools.pairwise(edges))
+    return [packed.reshape(5, -1), pad.reshape(bucket.rows, -1), *rest]
 
 
-def _step_up(number: int, least: int) -> int:
-    """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, ... that is no less than either."""
-    number = max(number, least)
-    power = 1 << (number - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and number <= power * 3 // 4 else power
+def _step_up(number: int, steps: int = 2) -> int:
+    """Return the next number no less than this one, of so many (a power of two) per octave."""
+    step = max(1, (1 << (number - 1).bit_length()) // (2 * steps))
+    return -(-number // step) * step

@@ -185,7 +185,7 @@ def test_rows_of_gsm8k_length_do_not_pay_for_a_prompt_of_2000_tokens(
 
 def test_what_fills_up_the_shapes_of_graphs_is_counted(record, golden_request, model, loop):
     stored = record("d2f_aggressive_b16")
-    engine = D2FEngine(model(), max_num_seqs=4, capture=lambda body: body)
+    engine = D2FEngine(model(), max_num_seqs=4, capture=lambda body, _pool: body)
     sent = []
     embedding = engine.model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _module, ids, _out: sent.append(ids[0].numel()))
