@@ -46,7 +46,9 @@ MAX_PADDED_CELLS = 4096
 many cost a sixth of a token's linear layers (4 against 24 ``d_model**2`` in multiply-adds)."""
 MAX_GRAPHS = 256
 _MAX_FAILURES = 3
-_STEPS_PER_OCTAVE = 32  # of buckets' tokens: one in 33 is padding, at most
+# Of buckets' tokens, and how many more a graph may have than the bucket that it serves: together,
+# not one token in twenty is padding.
+_STEPS_PER_OCTAVE, _MORE_TOKENS = 64, 1 / 30
 _KEYS = 256  # buckets of keys are multiples of this
 
 _log = logging.getLogger("dllm_sched")
@@ -100,7 +102,7 @@ class Bucket(NamedTuple):
         rows = min(_step_up(len(plan.slots)), max_rows)
         first = min(_step_up(int(plan.slots.max()) + 1), max_rows)
         tokens = _step_up(len(plan.token), _STEPS_PER_OCTAVE)
-        if rows == 1:
+        if rows == 1:  # not padded twice
             tokens = queries = min(tokens, max_len)
         else:
             queries = min(_step_up(max(int((plan.end - plan.start).max()), 16)), max_len)
@@ -116,10 +118,12 @@ class Bucket(NamedTuple):
     def holds(self, other: Bucket) -> bool:
         """Return whether a graph of this shape is to serve the steps of another as well.
 
-        It has not a token more, and nothing in attention or the head is more than twice as long.
+        It has hardly more tokens, and nothing in attention or the head is more than twice as long.
         """
-        same = self.tokens == other.tokens and self[5:] == other[5:]
-        return same and all(x <= y <= 2 * x for x, y in zip(other[1:5], self[1:5], strict=True))
+        most = (1 + _MORE_TOKENS) * other.tokens
+        if not other.tokens <= self.tokens <= most or self[5:] != other[5:]:
+            return False
+        return all(x <= y <= 2 * x for x, y in zip(other[1:5], self[1:5], strict=True))
 
 
 class StepGraphs:
@@ -237,13 +241,14 @@ class StepGraphs:
             where = slice(0, num_tokens)
         elif in_place:
             where = slice(0, rows)
-        to_rows = (None, None) if rows == 1 else (pad, unpad)  # one row is as long as the axis
+        alone = rows == 1  # as long as the packed axis
         temperature, draws = (x.view(torch.float64) for x in hot) if drawn else (wanted, wanted)
 
         def body() -> Tensor:
-            seen = unseen if rows == 1 else unseen.index_select(0, pad.flatten())
+            seen = unseen if alone else unseen.index_select(0, pad.flatten())
             bias = self._bias[:, :keys].index_select(0, seen).view(rows, 1, queries, keys)
-            group = AttentionGroup(0, num_tokens, where, keys, *to_rows, rows, bias)
+            to_rows, back = (None, None) if alone else (pad, unpad)
+            group = AttentionGroup(0, num_tokens, where, keys, to_rows, back, rows, bias)
             write = None if self._cache is None else write_index
             layout = PackedLayout(position, write, (group,), wanted)
             hidden = self._model.forward_packed(token, layout, self._cache)
@@ -261,29 +266,28 @@ class StepGraphs:
 
     def _fill(self, plan: StepPlan, drawn: tuple[Floats, Floats] | None, bucket: Bucket) -> None:
         """Upload a step, padded to its bucket, in one copy."""
-        count = plan.end - plan.start
-        offset = count.cumsum() - count
-        num, num_rows, num_wanted = len(plan.token), len(count), len(plan.masked)
-        place = plan.slots if bucket.in_place else np.arange(num_rows)
+        num, num_rows, num_wanted = len(plan.token), len(plan.slots), len(plan.masked)
         packed, pad, slots, wanted, *hot = _split(self._filled, bucket)
         token, position, write_index, unseen, unpad = packed[:, :num]
         token[:] = plan.token
         position[:] = plan.position
         np.add((plan.slots * self._max_len)[plan.row], plan.position, out=write_index)
         np.subtract(self._max_len, plan.visible, out=unseen)
-        np.add((place * bucket.queries - offset)[plan.row], np.arange(num), out=unpad)
+        if bucket.rows > 1:
+            count = plan.end - plan.start
+            offset = count.cumsum() - count
+            place = plan.slots if bucket.in_place else np.arange(num_rows)
+            np.add((place * bucket.queries - offset)[plan.row], np.arange(num), out=unpad)
+            pad.fill(num - 1)
+            pad[place] = np.minimum(np.arange(bucket.queries), count[:, None] - 1) + offset[:, None]
         packed[:, num:] = packed[:, num - 1 : num]
-        pad.fill(num - 1)
-        pad[place] = np.minimum(np.arange(bucket.queries), count[:, None] - 1) + offset[:, None]
-        slots[:] = plan.slots[-1]
         slots[:num_rows] = plan.slots
+        slots[num_rows:] = plan.slots[-1]
         wanted[:num_wanted] = plan.masked
         wanted[num_wanted:] = plan.masked[-1]
-        if drawn is not None:
+        if drawn is not None:  # what lies behind these draws what nobody reads
             for into, values in zip(hot, drawn, strict=True):
-                number = into.view(np.float64)
-                number[:num_wanted] = values
-                number[num_wanted:] = values[-1]
+                into.view(np.float64)[:num_wanted] = values
         size = sum(_sizes(bucket))
         self._inputs[:size].copy_(self._staged[:size], non_blocking=True)
 

@@ -1,14 +1,19 @@
-"""Steps as graphs, with a capture that only calls the function again: buckets and fallbacks."""
+"""Steps as graphs, with a capture that does again what was done: buckets, tokens, fallbacks."""
 
 from __future__ import annotations
 
+import collections
+import copy
+import itertools
 import logging
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from dllm_sched_hf import D2FEngine, graphs
+from dllm_sched_hf import D2FEngine, FastDLLMEngine, LLaDAEngine, graphs
 from dllm_sched_hf.decoder import StepPlan
 from dllm_sched_hf.graphs import Bucket
 
@@ -21,21 +26,62 @@ DECODERS = [
 ]
 
 
+# What a CUDA graph cannot hold, for each has the host wait for the device.
+WAITS = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "item",
+    "masked_select",
+    "nonzero",
+    "unique",
+    "unique2",
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down every operation with the very tensors that it read and wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        found = op(*args, **(kwargs or {}))
+        self.done.append((op, args, kwargs or {}, found))
+        return found
+
+
+def tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 class Capture:
-    """Remembers what was captured; like a graph it sees only what its fixed tensors hold."""
+    """Like a graph: operations are repeated on the tensors that they had; no Python runs again."""
 
     def __init__(self, fail=()):
-        self.bodies, self.fail = [], fail
+        self.fail, self.graphs, self.num_tried = fail, [], 0
 
-    def __call__(self, body):
-        self.bodies.append(body)
-        if len(self.bodies) - 1 in self.fail:
+    def __call__(self, body, pool):
+        self.num_tried += 1
+        if self.num_tried - 1 in self.fail:
             raise RuntimeError("operation not permitted when stream is capturing")
-        found = body()
+        with Recorder() as recorder:
+            result = body()
+        self.graphs.append(recorder.done)
+        steps = []
+        for op, args, kwargs, found in recorder.done:
+            read = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
+            made = [x for x in tensors(found) if x.untyped_storage().data_ptr() not in read]
+            if made or op._schema.is_mutable:  # else a view: still one
+                steps.append((op, args, kwargs, made))
 
         def replay():
-            found.copy_(body())
-            return found
+            for op, args, kwargs, made in steps:
+                again = tensors(op(*args, **kwargs))
+                for old, new in zip(made, again if made else (), strict=True):
+                    old.copy_(new)
+            return result
 
         return replay
 
@@ -47,39 +93,151 @@ def with_graphs(engine, capture):
         engine._cache,
         engine._bias,
         engine._read_greedy,
-        engine.max_num_seqs,
-        capture,
+        engine._read_drawn,
+        chunk=50,
+        max_rows=engine.max_num_seqs,
+        capture=capture,
     )
     engine.graph_stats = engine._graphs.stats
     return engine
 
 
-def serve(engine, stored, golden_request, loop, count=8):
-    drive, waiting = loop(engine), list(stored["requests"][:count])
+def join_one_by_one(drive, requests, slots):
+    """One more row before each step, in the first of ``slots`` that is free."""
+    waiting = list(requests)
     while waiting or drive.rows:
-        for slot in sorted({*range(engine.max_num_seqs)} - {*drive.rows})[:1]:
+        for slot in [slot for slot in slots if slot not in drive.rows][:1]:
             if waiting:
-                drive.join(slot, golden_request(stored, waiting.pop(0)))
+                drive.join(slot, waiting.pop(0))
         drive.step()
     return drive.outputs
 
 
+def serve(engine, stored, golden_request, loop, count=8, slots=None):
+    requests = [golden_request(stored, entry) for entry in stored["requests"][:count]]
+    return join_one_by_one(loop(engine), requests, slots or range(engine.max_num_seqs))
+
+
 @pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("slots", [(0, 1, 2, 3, 4), (0, 1, 2, 3, 5), (3, 1, 4)])
 def test_padded_steps_are_the_recorded_ones(
-    name, record, golden_request, golden_engine, assert_recorded, loop
+    name, slots, record, golden_request, golden_engine, assert_recorded, loop
 ):
-    """Rows join one by one: batches of 1 to 5 rows, ragged, padded to the shapes of buckets."""
+    """Rows join one by one: ragged batches of up to 5, in the first slots, one left out, any."""
     stored = record(name)
     capture = Capture()
-    engine = with_graphs(golden_engine(stored, 5), capture)
-    outputs = serve(engine, stored, golden_request, loop)
+    engine = with_graphs(golden_engine(stored, max(slots) + 1), capture)
+    outputs = serve(engine, stored, golden_request, loop, slots=slots)
     for entry in stored["requests"][:8]:
         assert_recorded(outputs[str(entry["id"])], entry)
     stats = engine.graph_stats
-    assert stats.captures == len(capture.bodies) > 0
-    assert stats.replays > stats.captures, "shapes come again"
-    assert stats.replays + sum(stats.fallbacks.values()) == engine.num_forwards
-    assert set(stats.fallbacks) <= {"padding"}  # a prompt that joins rows of a block or two
+    assert stats.captures == capture.num_tried > 0
+    assert stats.replays == engine.num_forwards > stats.captures, "shapes come again"
+    assert stats.fallbacks == {}
+    large = [bucket for bucket in engine._graphs._graphs if bucket.rows >= len(slots)]
+    in_place = engine._cache is not None and len(slots) == 5
+    assert {bucket.in_place for bucket in large} == {in_place}
+
+
+def test_the_capture_of_these_tests_repeats_operations_and_not_python():
+    number, factor = torch.ones(3), [2.0]
+    replay = Capture()(lambda: (number[1:] * factor[0]).add_(1.0), None)
+    factor[0] = 5.0
+    for value in (1.0, 4.0):
+        number.fill_(value)
+        assert replay().tolist() == [2 * value + 1] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("engine_type", [D2FEngine, FastDLLMEngine, LLaDAEngine])
+def test_rows_that_draw_are_as_without_graphs(engine_type, dtype, model, loop):
+    """Beside rows that do not, in every decision; a graph has no temperature but its input's."""
+    net = copy.deepcopy(model()).to(dtype)
+    outputs = []
+    for capture in (None, Capture(), None):
+        engine = engine_type(net, max_num_seqs=4, max_len=96, trace=True)
+        if capture is not None:
+            with_graphs(engine, capture)
+        hot = (0.0, 0.7, 0.0, 1.3, 0.2, 0.0, 0.0) if len(outputs) < 2 else (0.0,) * 7
+        requests = [
+            engine.request(
+                str(number), range(1, 8 + 5 * number), max_new_tokens=32, seed=number,
+                block_length=16, stop_token_ids=(), temperature=temperature,
+            )
+            for number, temperature in enumerate(hot)
+        ]  # fmt: skip
+        outputs.append(join_one_by_one(loop(engine), requests, range(4)))
+        if capture is not None:
+            stats, buckets = engine.graph_stats, engine._graphs._graphs
+            assert stats.fallbacks == {}
+            assert stats.replays == engine.num_forwards > stats.captures
+            assert {bucket.drawn for bucket in buckets} == {False, True}
+    without, as_graphs, greedy = outputs
+    assert as_graphs == without
+    changed = {name for name, output in greedy.items() if output.tokens != without[name].tokens}
+    assert changed == {"1", "3", "4"}
+
+
+def test_a_step_is_one_upload_and_one_copy_back(record, golden_request, golden_engine, loop):
+    stored = record(DECODERS[0])
+    engine = with_graphs(golden_engine(stored, 3), Capture())
+    engine._upload = None  # whatever is not filled in at once
+    requests = [
+        golden_request(stored, entry, temperature=0.5 * (number % 2))
+        for number, entry in enumerate(stored["requests"][:5])
+    ]
+    copies = collections.Counter()
+    with Recorder() as recorder, pytest.MonkeyPatch.context() as patch:
+        cpu = torch.Tensor.cpu
+        patch.setattr(torch.Tensor, "cpu", lambda x: copies.update(["back"]) or cpu(x))
+        join_one_by_one(loop(engine), requests, range(3))
+    inputs = engine._graphs._inputs.data_ptr()
+    for op, args, *_ in recorder.done:
+        copies["up"] += op is torch.ops.aten.copy_.default and args[0].data_ptr() == inputs
+    steps = engine.num_forwards
+    assert steps == engine.graph_stats.replays > 20
+    assert copies == {"up": steps, "back": steps}
+
+
+def test_what_is_captured_never_waits_and_widens_a_part_at_a_time(
+    record, golden_request, golden_engine, loop, monkeypatch
+):
+    stored = record(DECODERS[0])
+    capture = Capture()
+    engine = with_graphs(golden_engine(stored, 3), capture)
+    most = 3 * engine.vocab_size
+    monkeypatch.setattr("dllm_sched_hf.engine._WIDE_PER_CHUNK", most)
+    requests = [
+        golden_request(stored, entry, temperature=0.5 * (number // 2))
+        for number, entry in enumerate(stored["requests"][:4])
+    ]
+    join_one_by_one(loop(engine), requests, range(3))
+    assert {bucket.drawn for bucket in engine._graphs._graphs} == {False, True}
+    widest = 0
+    for op, args, _, found in itertools.chain.from_iterable(capture.graphs):
+        name = op.overloadpacket.__name__
+        assert name not in WAITS
+        if name in {"index", "index_put_"}:  # where True is = how many there are
+            assert all(index.dtype == torch.int64 for index in tensors(args[1]))
+        wide = [x.numel() for x in tensors(found) if x.dtype == torch.float64]
+        widest = max(widest, *wide, 0)
+    assert widest == most
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_not_a_token_in_twenty_is_padding(batch_size, record, golden_request, golden_engine, loop):
+    stored = record(DECODERS[0])
+    engine = with_graphs(golden_engine(stored, batch_size), lambda body, _pool: body)
+    sent = []
+    embedding = engine.model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, ids, _out: sent.append(len(ids[0])))
+    serve(engine, stored, golden_request, loop, 16)
+    hook.remove()
+    stats = engine.graph_stats
+    assert stats.replays == engine.num_forwards
+    assert {bucket.tokens for bucket in engine._graphs._graphs} == set(sent)
+    assert sum(sent) == engine.num_tokens + stats.padding
+    assert 0 < 20 * stats.padding < sum(sent)
 
 
 def test_a_capture_that_fails_is_counted_and_its_steps_run_all_the_same(
@@ -107,13 +265,13 @@ def test_after_three_failures_nothing_more_is_captured(
     outputs = serve(engine, stored, golden_request, loop)
     for entry in stored["requests"][:8]:
         assert_recorded(outputs[str(entry["id"])], entry)
-    assert len(capture.bodies) == 3
+    assert capture.num_tried == 3
     assert engine.graph_stats.replays == engine.graph_stats.captures == 0
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "reason"),
-    [("MAX_TOKENS", 40, "size"), ("MAX_PADDING", 0.9, "padding"), ("MAX_GRAPHS", 1, "graphs")],
+    [("MAX_TOKENS", 40, "size"), ("MAX_PADDED_CELLS", 50, "padding"), ("MAX_GRAPHS", 1, "graphs")],
 )
 def test_what_does_not_pay_runs_without_a_graph(
     limit, value, reason, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch
@@ -127,47 +285,115 @@ def test_what_does_not_pay_runs_without_a_graph(
     assert engine.graph_stats.fallbacks[reason] > 0
 
 
-def test_draws_and_second_sequences_run_without_a_graph(
-    record, golden_request, golden_engine, assert_recorded, loop, model
+def test_second_sequences_and_copied_prompts_run_without_a_graph(
+    record, golden_request, golden_engine, assert_recorded, loop
 ):
     stored = record("llada_g32_b32_s32_cfg")
     engine = with_graphs(golden_engine(stored, 2), Capture())
     outputs = serve(engine, stored, golden_request, loop, 2)
     for entry in stored["requests"][:2]:
         assert_recorded(outputs[str(entry["id"])], entry)
-    assert set(engine.graph_stats.fallbacks) == {"guided"}
-    hot = D2FEngine(model(), max_num_seqs=1, capture=Capture())
-    drive = loop(hot)
-    drive.join(0, hot.request("hot", [1, 2, 3], max_new_tokens=32, temperature=0.7))
+    assert engine.graph_stats.fallbacks == {"guided": engine.num_forwards}
+    stored = record(DECODERS[0])
+    entry = stored["requests"][0]
+    engine = with_graphs(golden_engine(stored, 2), Capture())
+    drive = loop(engine)
+    for slot in range(2):
+        drive.join(slot, golden_request(stored, entry, group="all"))
+        drive.step()
     drive.run()
-    assert hot.graph_stats.fallbacks == {"draws": hot.num_forwards}
+    assert list(drive.outputs[str(entry["id"])].tokens) == entry["output"]
+    assert engine.num_shared_tokens == len(entry["prompt"])
+    assert engine.graph_stats.fallbacks == {"shared": 1}
 
 
-def plan_of(queries, lengths, masked):
+def plan_of(queries, lengths, masked, slots=None):
     """A plan as far as a bucket looks at it."""
     queries, lengths = np.array(queries), np.array(lengths)
     row = np.repeat(np.arange(len(queries)), queries)
     zeros = np.zeros(len(row), np.int64)
     return StepPlan(
-        slots=np.arange(len(queries)), start=lengths - queries, end=lengths, length=lengths,
-        row=row, position=zeros, token=zeros, visible=zeros, masked=np.arange(masked),
+        slots=np.array(range(len(queries)) if slots is None else slots), start=lengths - queries,
+        end=lengths, length=lengths, row=row, position=zeros, token=zeros, visible=zeros,
+        masked=np.arange(masked),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("queries", "lengths", "masked", "bucket"),
     [
-        ([5], [70], 3, (1, 16, 256, 16)),
-        ([17], [256], 17, (1, 24, 256, 24)),
-        ([33, 20, 31], [257, 90, 80], 60, (3, 48, 512, 64)),
-        ([32] * 5, [400] * 5, 160, (6, 32, 512, 192)),
-        ([32] * 9, [900] * 9, 1, (10, 32, 900, 32)),  # ten rows at most, 900 positions
+        ([5], [70], 3, (5, 1, 5, 256, 5)),
+        ([131], [256], 17, (132, 1, 132, 256, 24)),  # every second number from 128 on
+        ([899], [899], 17, (900, 1, 900, 900, 24)),  # 900 positions, though steps are of 8
+        ([33, 20, 32], [257, 90, 80], 60, (85, 3, 48, 512, 64)),
+        ([32] * 5, [400] * 5, 160, (160, 6, 32, 512, 160)),
+        ([9] * 9, [900] * 9, 1, (81, 10, 16, 900, 16)),  # ten rows at most
+        ([128] * 8 + [1], [512] * 9, 600, (1040, 10, 128, 512, 768)),
     ],
 )
 def test_buckets(queries, lengths, masked, bucket):
     plan = plan_of(queries, lengths, masked)
-    assert Bucket.of(plan, 10, 900, cached=True) == bucket
-    assert Bucket.of(plan, 10, 900, cached=False).keys == bucket[1]
+    assert Bucket.of(plan, 10, 900, cached=True, drawn=False) == (*bucket, True, False)
+    tokens, rows, most, _, wanted = bucket
+    without = (tokens, rows, most, most, wanted, False, True)
+    assert Bucket.of(plan, 10, 900, cached=False, drawn=True) == without
+
+
+@pytest.mark.parametrize(
+    ("slots", "in_place"),
+    [([0], True), ([1], False), ([1, 2, 3], False), ([0, 1, 3, 5, 4], True), ([0, 6], False)],
+)
+def test_keys_stay_in_place_where_that_takes_no_more_rows(slots, in_place):
+    plan = plan_of([4] * len(slots), [9] * len(slots), 4, slots)
+    assert Bucket.of(plan, 8, 64, cached=True, drawn=False).in_place is in_place
+
+
+def test_no_step_has_a_graph_in_which_a_token_in_twenty_is_padding():
+    buckets = [
+        Bucket.of(plan_of([number, 1], [999, 1], 1), 2, 5000, cached=True, drawn=False)
+        for number in range(600)
+    ]
+    for number, bucket in enumerate(buckets, 1):
+        assert number <= bucket.tokens
+        for other in buckets[number - 1 :]:
+            if other._replace(queries=bucket.queries).holds(bucket):
+                assert 20 * (other.tokens - number) < other.tokens
+
+
+def test_a_graph_serves_shapes_of_almost_its_tokens_and_half_of_the_rest():
+    graph = Bucket(93, 6, 32, 512, 64, in_place=True, drawn=False)
+    assert graph.excess == (6 * 32 - 93) * 512 / 93
+    assert graph.holds(graph._replace(tokens=90, rows=3, queries=16, keys=256, wanted=32))
+    for change in (
+        {"tokens": 94},
+        {"tokens": 89},
+        {"rows": 2},
+        {"rows": 8},
+        {"queries": 15},
+        {"queries": 48},
+        {"keys": 255},
+        {"keys": 768},
+        {"wanted": 31},
+        {"wanted": 96},
+        {"in_place": False},
+        {"drawn": True},
+    ):
+        assert not graph.holds(graph._replace(**change))
+
+
+@pytest.mark.parametrize("part", [1, 300, 700, 10**9])
+def test_draws_are_the_same_in_parts(part, model, monkeypatch):
+    engine = D2FEngine(model(), max_num_seqs=1)
+    torch.manual_seed(1)
+    logits = torch.randn(11, 300) * 4
+    temperature = torch.tensor([0.0, 0.5, 3.0, 1e-3] * 3, dtype=torch.float64)[:11]
+    draws = torch.rand(11, dtype=torch.float64)
+    expected = engine._read_drawn(logits.clone(), temperature, draws)
+    monkeypatch.setattr("dllm_sched_hf.engine._WIDE_PER_CHUNK", part)
+    assert engine._read_drawn(logits.clone(), temperature, draws).tolist() == expected.tolist()
+    cold = temperature == 0
+    assert expected[1][cold].tolist() == engine._read_greedy(logits)[1][cold].tolist()
+    assert expected[1][3::4].tolist() == engine._read_greedy(logits)[1][3::4].tolist()
 
 
 def test_no_engine_captures_unless_it_is_told_how(model):
