@@ -31,7 +31,8 @@ needs is counted from its trace at the largest batch, and exact where answers ar
 the device's; on a CPU that of the whole process, which only grows. ``GPU busy``: the time in which
 any kernel ran, over the wall time of the same steps. Events around a step that ends in a copy back
 would measure its wall time again. ``--graphs`` serves all once more with steps as graphs:
-``wasted`` is their padding.
+``captured`` counts graphs, ``replayed`` is the share of steps that ran as one, ``wasted`` their
+padding.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ RECORDINGS = (
 )
 MIB = 2**20
 SHARES = ("forward", "decode", "scheduler", "driver")
-GRAPH_FIGURES = ("graph_gain", "graph_replays", "graph_wasted", "graph_alike")
+GRAPH_FIGURES = ("graph_gain", "graph_captures", "graph_replays", "graph_wasted", "graph_alike")
 PUBLISHED = (
     "Published of LLaDA-8B + D2F on one H200 (arXiv 2608.23807): one request at a time 0.149 "
     "requests/s, 24.1 ms a step, kernels 24.4 % of the wall time; batches of 8 0.916 requests/s = "
@@ -421,13 +422,14 @@ def capture(options: argparse.Namespace) -> Callable[[Any], Any]:
 
 
 def graph_figures(run: Run, again: Run | None) -> dict[str, Any]:
-    """What graphs bring: times as fast, the share of steps that ran as one, and their padding."""
+    """What graphs bring: times as fast; how many, the share of steps that ran as one, padding."""
     if again is None:
         return dict.fromkeys(GRAPH_FIGURES)
     alike = sum(again.outputs[key].tokens == out.tokens for key, out in run.outputs.items())
     padding = again.graphs.padding
     figures = (
         run.wall_s / again.wall_s,
+        again.graphs.captures,
         again.graphs.replays / again.forwards,
         padding / (again.tokens + padding),
         alike,
@@ -575,11 +577,12 @@ def tables(result: dict[str, Any], *, on_gpu: bool) -> None:
     if batches[0]["graph_gain"] is None:
         return
     what = "CUDA graphs" if on_gpu else "graphs that are called again, for a CPU captures none"
-    print(f"\nWith steps as {what}:\n\n| batch | times as fast | replayed | wasted | alike |")
-    print(f"|{'---|' * 5}")
+    print(f"\nWith steps as {what}:\n")
+    print(f"| batch | times as fast | captured | replayed | wasted | alike |\n|{'---|' * 6}")
     for one in batches:
-        gain, *shares, alike = (one[name] for name in GRAPH_FIGURES)
-        cells = [f"{one['batch_size']}", number(gain, 2), *map(percent, shares), f"{alike}"]
+        gain, captures, *shares, alike = (one[name] for name in GRAPH_FIGURES)
+        figures = [number(gain, 2), f"{captures}", *map(percent, shares), f"{alike}"]
+        cells = [f"{one['batch_size']}", *figures]
         print(f"| {' | '.join(cells)} |")
 
 
@@ -649,8 +652,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--temperature",
         type=float,
-        help="of llada-8b-shape; default: 0.2, the published run's, or 0 with --graphs: steps that "
-        "draw tokens do not run as graphs",
+        default=0.2,
+        help="of llada-8b-shape; default: 0.2, the published run's",
     )
     add("--threads", type=positive, default=1, help="of torch; default: 1")
     add("--seed", type=int, default=2, help="of requests and random weights; default: 2")
@@ -667,8 +670,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         options.dtype = "bfloat16" if full_size else "float32"
     if options.rounds is None:
         options.rounds = 1 if full_size else 3
-    if options.temperature is None:
-        options.temperature = 0.0 if options.graphs else 0.2
     if options.recordings == "all":
         options.recordings = ",".join(RECORDINGS)
     for name in options.recordings.split(","):
