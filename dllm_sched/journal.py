@@ -630,8 +630,10 @@ def restore(
     left = _read_survivors(source)
     if policy is None:
         policy = _policy(left.policy, {} if policies is None else policies)
+    last = capacity
     if capacity is None:
-        capacity = from_plain(left.capacity)
+        last = left.capacity  # with perhaps fewer slots for a while than its policy was built for
+        capacity = attrs.evolve(last, max_num_seqs=left.most_slots)
     try:
         requests = tuple(
             _request(asked, make_request, **left.rebased(asked[0], when, now))
@@ -650,6 +652,8 @@ def restore(
                 f"restore: request {request.id!r} is {answer.reason}: give a capacity that holds it"
             )
     scheduler.set_policy(policy, now=now)
+    if last is not None and last != capacity:
+        scheduler.set_capacity(last, now=now)
     return Restored(scheduler, requests)
 
 
@@ -657,8 +661,9 @@ class _Survivors:
     """Whoever a journal shows as not finished, and under what."""
 
     def __init__(self, capacity: Any, policy: Any) -> None:
-        self.capacity = capacity  # both as written
-        self.policy = policy
+        self.capacity: Capacity = from_plain(capacity)
+        self.most_slots = self.capacity.max_num_seqs  # ever
+        self.policy = policy  # as written
         self.at = -_INF  # the last instant
         self.waiting: dict[str, tuple[list[Any], float]] = {}  # by id: (as submitted, when)
         self._begun: set[str] = set()
@@ -677,7 +682,8 @@ class _Survivors:
         if call == "policy":
             self.policy = asked
         elif call == "capacity":
-            self.capacity = asked
+            self.capacity = from_plain(asked)
+            self.most_slots = max(self.most_slots, self.capacity.max_num_seqs)
         if told is not None:
             self._begun.update(row[1] for row in told.get("joined", ()))
             self._ended = [one[0] for one in told.get("finished", ())]

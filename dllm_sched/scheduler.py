@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+import attrs
+
 from dllm_sched._asking import STEP_EVENTS, Asking
 from dllm_sched._invariants import find_fault
 from dllm_sched._lifecycle import AFTER_FINISH, AFTER_PREEMPT
@@ -667,7 +669,8 @@ class Scheduler:
         raises over what has happened since it was last asked: all states start anew then.
 
         Raises:
-            ConfigError: If the policy can never work within the capacity.
+            ConfigError: If the policy can never work within the capacity, with as many slots as
+                there ever were: a limit that is lower for a while refuses none.
             PolicyError: If it raises while it is asked. The old policy stays then.
             ClockError: If ``now`` is not finite or went backward.
         """
@@ -679,7 +682,9 @@ class Scheduler:
                 previous = self._asking
             except PolicyError:  # of the policy that goes; nothing of it is worth keeping
                 previous = None
-            asking = Asking(policy, self._capacity, previous)
+            # By the slots there ever were: a limit that is lower for a while refuses no policy.
+            most = attrs.evolve(self._capacity, max_num_seqs=len(self._running.slots))
+            asking = Asking(policy, most, previous)
             waiting = sorted(self._queue, key=lambda view: view._sequence)
             keys = [asking.sort_key(view) for view in waiting]
             rows = self._running.rows()

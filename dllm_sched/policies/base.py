@@ -108,7 +108,11 @@ class Strategy:
         return state
 
     def validate(self, capacity: Capacity) -> None:
-        """Raise ``ConfigError`` if this strategy can never work within ``capacity``."""
+        """Raise ``ConfigError`` if this strategy can never work within ``capacity``.
+
+        Asked when the policy is put in force, not when a limit changes later: under a
+        ``max_num_seqs`` lowered for a while (memory was short) it must serve on with fewer rows.
+        """
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)

@@ -100,9 +100,10 @@ class Driver:
     If the engine fails a step, no request is lost:
 
     * ``StepFailedError``: its rows restart or fail as it says, and the scheduler's
-      ``max_num_seqs`` goes down to its limit, never below 1. After ``recover_steps`` steps that
-      filled that limit and went well it goes up by one, and so on, up to where it was; if one does
-      not fit again, the next row takes twice as many. The log says why.
+      ``max_num_seqs`` goes down to its limit, never below 1, whatever the policy. After
+      ``recover_steps`` steps that went well with all those slots taken it goes up by one, and so
+      on, up to where it was; if one does not fit again, the next row takes twice as many. The log
+      says why.
     * Any other exception, or an outcome or a ``StepFailedError`` that cannot be: every row of the
       step restarts from nothing. A request that restarted ``max_restarts`` times fails instead,
       with the error as its ``Finished.error``; so a step that always fails ends.
@@ -454,6 +455,7 @@ class Driver:
             self._flights.clear()
             self._recover(batch, error)
             return
+        num_running = self._scheduler.num_running
         self._turn_to(_SCHEDULER)
         try:
             update = self._scheduler.complete_step(batch, outcome, now=self._clock())
@@ -469,7 +471,7 @@ class Driver:
             self._on_step(batch, outcome)
         self._tell(update)
         if self._limit.is_lowered:
-            self._raise_limit(len(batch.rows))
+            self._raise_limit(num_running)
 
     def num_in_flight(self) -> int:
         """Return how many steps are on their way, for ``ask``: between two steps, 0 or 1."""
@@ -636,8 +638,6 @@ class Driver:
                 fates |= {slot: RowFate.RESTART for slot in slots if slot in error.restart}
                 fates |= {slot: RowFate.FAIL for slot in slots if slot in error.fail}
                 capacity = self._limit.lower(self._scheduler.capacity, error.max_num_seqs)
-                if capacity is not None and not self._suits(capacity):
-                    capacity = None
             else:
                 _log.warning("StepFailedError counts as any exception: %s", wrong)
         if not fates and capacity is None:
@@ -668,19 +668,10 @@ class Driver:
         self._restarts[request_id] = restarts + 1
         return RowFate.RESTART
 
-    def _suits(self, capacity: Capacity) -> bool:
-        """Whether the policy can do with it."""
-        try:
-            self._scheduler.policy.validate(capacity)
-        except ConfigError as error:
-            _log.warning("the capacity stays: %s", error)
-            return False
-        return True
-
-    def _raise_limit(self, num_rows: int) -> None:
+    def _raise_limit(self, num_running: int) -> None:
         """Give a row back after enough steps that went well under a lowered limit."""
-        capacity = self._limit.step(num_rows, self._scheduler.capacity)
-        if capacity is not None and self._suits(capacity):
+        capacity = self._limit.step(num_running, self._scheduler.capacity)
+        if capacity is not None:
             self._limit.raised()
             _log.info("steps fit again: from here on at most %d rows", capacity.max_num_seqs)
             self._tell(self._ask(self._scheduler.set_capacity, capacity))

@@ -13,10 +13,10 @@ __all__ = ["RowLimit"]
 class RowLimit:
     """Lowers ``max_num_seqs`` when a step did not fit, and raises it again, one row at a time.
 
-    A step counts as good if it had as many rows as the limit allows: others tell nothing about one
-    row more. After so many good steps the limit goes up by one, up to where it came from. Each time
-    that a step does not fit on the way up, the next row takes twice as many; once the limit is back
-    where it came from, it starts over.
+    A step counts as good if every slot that the limit allows was taken, whichever of the rows took
+    part: others tell nothing about one row more. After so many good steps the limit goes up by one,
+    up to where it came from. Each time that a step does not fit on the way up, the next row takes
+    twice as many; once the limit is back where it came from, it starts over.
 
     Args:
         recover_steps: Good steps before the first row comes back, >= 1, or None = never.
@@ -62,8 +62,10 @@ class RowLimit:
             self._needed *= 2
         self._now, self._good = after.max_num_seqs, 0
 
-    def step(self, num_rows: int, capacity: Capacity) -> Capacity | None:
+    def step(self, num_running: int, capacity: Capacity) -> Capacity | None:
         """Count a step that went well; return the capacity with one row more when it is time. O(1).
+
+        ``num_running``: the rows in their slots while it ran.
 
         If somebody else has set another limit meanwhile, that one stays.
         """
@@ -72,7 +74,7 @@ class RowLimit:
         if capacity.max_num_seqs != self._now:
             self._full = None
             return None
-        self._good += num_rows >= self._now
+        self._good += num_running >= self._now
         if self._good < self._needed:
             return None
         self._good = 0

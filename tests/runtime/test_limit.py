@@ -1,13 +1,42 @@
 """After a step that did not fit: fewer rows at once, and one more again after good steps."""
 
+import inspect
 import logging
 
 import pytest
 
-from dllm_sched import Capacity, ConfigError, Request, Scheduler
+from dllm_sched import Capacity, ConfigError, Policy, Request, Scheduler, presets
+from dllm_sched.policies import Composition
 from dllm_sched.runtime import AsyncDriver, Driver, StepFailedError, VirtualClock
 from dllm_sched.runtime.limit import RowLimit
 from dllm_sched.testing import FakeEngine
+from dllm_sched.theory.wait import TrafficType
+
+ARGUMENTS = {
+    "batch_size": 8,
+    "target_j": 5.0,
+    "fixed_j": 6.0,
+    "row_j": 2.0,
+    "widths": (2, 8),
+    "committed": (1.5, 4.0),
+    "latency_s": {1: (1.0, 1.0), 8: (1.0, 3.0)},
+    "types": {"": TrafficType(1.0, 0, 1)},
+}
+
+
+def preset(name):
+    takes = inspect.signature(presets.PRESETS[name]).parameters
+    given = {key: value for key, value in ARGUMENTS.items() if key in takes}
+    return presets.PRESETS[name](**given)
+
+
+class OneAtATime(Composition):
+    """Whoever has the fewest steps; the others sit out, in their slots."""
+
+    needs = frozenset({"rows"})
+
+    def select(self, state, round):
+        return [min(round.rows, key=lambda rv: (rv.num_steps, rv.sequence))]
 
 
 class Memory(FakeEngine):
@@ -25,17 +54,19 @@ class Memory(FakeEngine):
         return super().run(batch)
 
 
-def serve(fits, *, slots=8, steps=200, then=None, **options):
-    """Rows of a saturated run, step by step, and the limits it went through."""
+def serve(fits, *, slots=8, steps=200, count=None, policy=None, then=None, fail_at=None, **options):
+    """Serve ``count`` requests (default: one a slot); return the limits it went through."""
     clock = VirtualClock(0.0)
-    scheduler = Scheduler(capacity=Capacity(max_num_seqs=slots))
+    scheduler = Scheduler(policy=policy, capacity=Capacity(max_num_seqs=slots))
+    count = slots if count is None else count
     engine = Memory(
         slots,
         clock=clock,
+        fail_at=fail_at,
         service_s=lambda batch: 1.0,
         steps=lambda request: request.max_new_tokens,
     )
-    engine.fits = fits
+    engine.fits = fits or engine.fits
     limits, finished = [slots], {}
 
     def told(update):
@@ -48,11 +79,11 @@ def serve(fits, *, slots=8, steps=200, then=None, **options):
     driver = Driver(scheduler, engine, clock, on_update=told, **options)
     coming = [
         (0.0, Request(f"r{n}", prompt_len=4, max_new_tokens=steps, block_length=4))
-        for n in range(slots)
+        for n in range(count)
     ]
     driver.run(coming)
     assert {one.reason.value for one in finished.values()} == {"length"}
-    assert len(finished) == slots
+    assert len(finished) == count
     scheduler.check_invariants()
     return limits
 
@@ -95,6 +126,53 @@ def test_steps_that_do_not_fill_the_limit_tell_nothing():
     limit.lowered(capacity, lower)
     assert [limit.step(rows, lower) for rows in (1, 3, 4, 3, 3)] == [None] * 5
     assert limit.step(4, lower).max_num_seqs == 5
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS))
+def test_it_falls_and_comes_back_under_every_preset(name):
+    """Whatever number of rows a policy was built for, a limit below it is no reason to fail."""
+    limits = serve(
+        {0: 8, 5: 3, 40: 8},
+        steps=20,
+        count=48,
+        policy=preset(name),
+        recover_steps=2,
+        max_restarts=0,
+    )
+    assert limits[-1] == 8
+    assert min(limits) == (8 if name == "per_request" else 2)
+
+
+@pytest.mark.parametrize("name", sorted(presets.PRESETS))
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_every_preset_serves_all_with_fewer_slots_for_good(name, rows):
+    limits = serve(
+        {0: 8, 1: rows}, steps=9, count=12, policy=preset(name), recover_steps=None, max_restarts=0
+    )
+    assert limits[-1] <= rows or name == "per_request"
+
+
+def test_rows_that_sit_out_take_their_slots_too():
+    policy = Policy(composition=OneAtATime())
+    fails = {9: StepFailedError("no memory", max_num_seqs=4)}
+    limits = serve({}, steps=20, count=48, policy=policy, recover_steps=3, fail_at=fails)
+    assert limits == [8, 4, 5, 6, 7, 8]
+
+
+def test_a_policy_can_be_swapped_while_the_limit_is_down():
+    swapped = []
+
+    def then(driver, step):
+        if step == 20:
+            scheduler = driver._scheduler
+            assert scheduler.capacity.max_num_seqs < 8
+            swapped.append(driver.call(scheduler.set_policy, presets.fixed_fill(8)))
+            swapped.append(driver.call(scheduler.set_policy, presets.fixed_fill(9)))
+
+    limits = serve({0: 4, 40: 8}, steps=30, count=32, then=then, recover_steps=10)
+    assert limits[-1] == 8
+    assert swapped[0].exception() is None
+    assert "only 8 slots" in str(swapped[1].exception())  # more than there ever were
 
 
 def test_another_limit_that_somebody_sets_meanwhile_stays():

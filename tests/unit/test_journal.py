@@ -410,6 +410,25 @@ def test_nothing_but_this_library_is_built(evil):
         replay([json.dumps(header) + "\n"])
 
 
+def test_a_limit_that_was_down_at_the_crash_refuses_no_policy():
+    def short_of_memory(scheduler: Any) -> None:
+        scheduler.submit(req("a"), now=0.0)
+        scheduler.set_capacity(attrs.evolve(scheduler.capacity, max_num_seqs=1), now=1.0)
+        scheduler.set_policy(presets.fixed_fill(2), now=2.0)
+
+    lines = lines_of(short_of_memory, policy=presets.continuous(2))
+    assert replay(lines).difference is None
+    sink = io.StringIO()
+    scheduler, requests = restore(lines, sink, now=0.0)
+    assert [one.id for one in requests] == ["a"]
+    assert scheduler.policy.name == "fixed_fill"
+    assert scheduler.capacity.max_num_seqs == 1
+    again = restore(sink.getvalue().splitlines(keepends=True), io.StringIO(), now=0.0)
+    assert [one.id for one in again.requests] == ["a"]
+    with pytest.raises(ConfigError, match="only 1 slots"):  # as given
+        restore(lines, io.StringIO(), now=0.0, capacity=scheduler.capacity)
+
+
 def test_a_policy_of_ones_own_must_be_given():
     lines = lines_of(policy=POLICIES["mine"])
     with pytest.raises(ConfigError, match="policies="):
