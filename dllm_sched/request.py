@@ -88,12 +88,13 @@ def _optional_text(value: object) -> str | None:
     return None if value is None or isinstance(value, str) else "a str or None"
 
 
-def _hashable(value: object) -> str | None:
+def _key(value: object) -> str | None:
     try:
         hash(value)
-    except TypeError:
-        return "hashable"
-    return None
+        fit = bool(value == value)  # noqa: PLR0124 - NaN is not, and would never share a batch
+    except Exception:  # noqa: BLE001 - it is the caller's own
+        fit = False
+    return None if fit else "hashable and equal to itself"
 
 
 _CHECKS: tuple[tuple[str, Callable[[object], str | None]], ...] = (
@@ -103,8 +104,8 @@ _CHECKS: tuple[tuple[str, Callable[[object], str | None]], ...] = (
     ("priority", _int),
     ("deadline_at", _instant),
     ("queue_timeout_s", _duration),
-    ("request_class", _hashable),
-    ("batch_key", _hashable),
+    ("request_class", _key),
+    ("batch_key", _key),
     ("tenant", _text),
     ("group", _optional_text),
 )

@@ -67,6 +67,15 @@ def finish(*slots: int, output: Any = None) -> StepOutcome:
 # --- requests ---
 
 
+class NeverEqual:
+    """Cannot be compared."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("which of them?")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -83,7 +92,10 @@ def finish(*slots: int, output: Any = None) -> StepOutcome:
         ("queue_timeout_s", -0.1),
         ("queue_timeout_s", math.nan),
         ("batch_key", []),
+        ("batch_key", math.nan),
+        ("batch_key", NeverEqual()),
         ("request_class", {}),
+        ("request_class", math.nan),
     ],
 )
 def test_a_bad_request_names_its_field(field: str, value: Any) -> None:
