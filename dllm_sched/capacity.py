@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
@@ -15,6 +16,7 @@ from dllm_sched.request import Phase, Request
 __all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel", "RaggedKV", "kept_tokens"]
 
 _MOST_SLOTS = 1_000_000
+_LARGEST = sys.float_info.max
 _PREFILL, _REFRESH, _REUSE = Phase.PREFILL, Phase.REFRESH, Phase.REUSE
 
 
@@ -22,18 +24,25 @@ def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -
     """Validate a count; for the policies' fields as well.
 
     Raises:
-        ConfigError: If it is not an int >= 1.
+        ConfigError: If it is not an int >= 1, or larger than any float.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         raise ConfigError(
             f"{type(instance).__name__}: {field.name} must be an int >= 1, got {value!r}"
         )
 
 
-def _slots(instance: object, field: attrs.Attribute[int], value: object) -> None:
+def within_slots(instance: object, field: attrs.Attribute[int], value: object) -> None:
+    """Validate a number of rows or slots; for the policies' fields as well.
+
+    Raises:
+        ConfigError: If it is not an int from 1 to 1,000,000.
+    """
     at_least_one(instance, field, value)
     if isinstance(value, int) and value > _MOST_SLOTS:  # each has its place in a list
-        raise ConfigError(f"Capacity: max_num_seqs must be <= {_MOST_SLOTS:,}, got {value!r}")
+        raise ConfigError(
+            f"{type(instance).__name__}: {field.name} must be <= {_MOST_SLOTS:,}, got {value!r}"
+        )
 
 
 def _count_or_none(instance: object, field: attrs.Attribute[int | None], value: object) -> None:
@@ -228,7 +237,7 @@ class Capacity:
         ConfigError: If a field is out of range, or only one of pages and model is given.
     """
 
-    max_num_seqs: int = attrs.field(validator=_slots)
+    max_num_seqs: int = attrs.field(validator=within_slots)
     num_pages: int | None = attrs.field(default=None, validator=_count_or_none)
     memory: MemoryModel | None = None
     window_blocks: int | None = attrs.field(default=None, validator=_count_or_none)

@@ -156,12 +156,12 @@ class JournaledScheduler(Scheduler):
     def cancel(self, request_id: str, *, now: float) -> Update:
         """As of ``Scheduler``."""
         now = self._ready_at(now)
-        return self._wrote("cancel", now, _id(request_id), super().cancel(request_id, now=now))
+        return self._wrote("cancel", now, request_id, super().cancel(request_id, now=now))
 
     def requeue(self, request_id: str, *, now: float) -> Update:
         """As of ``Scheduler``."""
         now = self._ready_at(now)
-        return self._wrote("requeue", now, _id(request_id), super().requeue(request_id, now=now))
+        return self._wrote("requeue", now, request_id, super().requeue(request_id, now=now))
 
     def next_step(self, *, now: float) -> Update:
         """As of ``Scheduler``."""
@@ -217,7 +217,7 @@ class JournaledScheduler(Scheduler):
     def set_capacity(self, capacity: Capacity, *, now: float) -> Update:
         """As of ``Scheduler``."""
         now = self._ready_at(now)
-        plain = to_plain(capacity)
+        plain = to_plain(capacity) if isinstance(capacity, Capacity) else None
         return self._wrote("capacity", now, plain, super().set_capacity(capacity, now=now))
 
     def pause(self, *, now: float) -> Update:
@@ -256,7 +256,12 @@ class JournaledScheduler(Scheduler):
                 f"journal: a line could not be written ({self._failure!r}), so what has happened "
                 "since cannot be restored; start anew with a journal that can"
             ) from self._failure
-        return float(now)  # as it is written; raises, if it must, before anything has changed
+        if isinstance(now, str | bytes | bytearray):
+            return now  # which the call itself refuses, like all that is no number
+        try:
+            return float(now)  # as it is written
+        except (TypeError, ValueError, OverflowError):
+            return now
 
     def _wrote(self, call: str, now: float, asked: Any, update: Update) -> Update:
         told = _update_to_plain(update, names_rows=self._asking.select)
@@ -274,11 +279,6 @@ class JournaledScheduler(Scheduler):
         except Exception as error:  # noqa: BLE001 - of whatever kind the sink is
             self._failure = error
             _log.exception("journal: a line could not be written")
-
-
-def _id(request_id: object) -> str:
-    """What was given for an id; anything but a str names nobody."""
-    return request_id if isinstance(request_id, str) else repr(request_id)
 
 
 def _line(*values: Any) -> str:

@@ -81,6 +81,7 @@ from dllm_sched.events import (
 )
 from dllm_sched.policies.base import ALL, Policy, Preempt
 from dllm_sched.request import FinishReason, Phase, Request, RequestStatus, RequestView
+from dllm_sched.theory._check import items
 from dllm_sched.view import BlockedBy, Round, SchedulerView
 
 __all__ = ["Counts", "Explanation", "Horizon", "Scheduler", "Stats"]
@@ -241,7 +242,7 @@ class Scheduler:
             raise ConfigError(f"Scheduler: max_in_flight must be 1 or 2, got {max_in_flight!r}")
         self._max_in_flight = max_in_flight
         self._capacity = capacity
-        self._observers = list(observers)
+        self._observers = list(items("Scheduler: observers", observers))
         for observer in self._observers:
             if not callable(observer):
                 raise ConfigError(f"Scheduler: observers must be callables, got {observer!r}")
@@ -269,7 +270,8 @@ class Scheduler:
         self._zombies: list[tuple[RequestView, FinishReason, int, int]] = []
 
         # what the last plan holds for
-        self._quiet_until = -_INF  # before it the last batch may be handed out again as it is
+        # Before it the last batch may be handed out again as it is; never later than any ``now``.
+        self._quiet_until = -_INF
         self._stop_step = -_INF  # before it a step that brings nothing needs no closer look
         self._dirty = True  # something changed that admission may care about
         self._rows: tuple[Row, ...] = ()
@@ -326,7 +328,10 @@ class Scheduler:
             ClockError: If ``now`` is not finite or went backward.
             PolicyError: If the policy raises or answers nonsense.
         """
-        if not self._now <= now or now > _LATEST:
+        try:
+            if not self._now <= now or now > _LATEST:
+                self._bad_clock("submit", now)
+        except TypeError:
             self._bad_clock("submit", now)
         if not isinstance(request, Request):
             raise ConfigError(f"submit: expected a Request, got {request!r}")
@@ -403,6 +408,7 @@ class Scheduler:
         Raises:
             ClockError: If ``now`` is not finite or went backward.
         """
+        self._check_id("cancel", request_id)
         self._set_now("cancel", now)
         view = self._views.get(request_id)
         if view is None:
@@ -417,11 +423,12 @@ class Scheduler:
         Nothing happens if it does not wait.
 
         Raises:
+            ConfigError: If the id is not a str.
             PolicyError: If the ordering raises or answers nonsense. Nothing has changed then.
             ClockError: If ``now`` is not finite or went backward.
         """
-        if not self._now <= now <= _LATEST:
-            self._bad_clock("requeue", now)
+        self._check_id("requeue", request_id)
+        self._check_now("requeue", now)
         view = self._views.get(request_id)
         waits = view is not None and view._status is not _RUNNING
         key: tuple[float, ...] = ()
@@ -459,11 +466,14 @@ class Scheduler:
             PolicyError: If the policy raised, answered nonsense, or lets nothing go while
                 draining. Nothing has changed then.
         """
-        if self._in_flight is not None:
-            return self._run_ahead(now)
-        until = self._quiet_until
-        if not self._now <= now or now >= until:  # else the clock is right, too
-            return self._plan(now)
+        try:
+            if self._in_flight is not None:
+                return self._run_ahead(now)
+            if not self._now <= now or now >= self._quiet_until:  # else the clock is right, too
+                return self._plan(now)
+        except TypeError:
+            self._check_now("next_step", now)
+            raise  # of somebody else's making
         self._now = now
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
@@ -472,7 +482,7 @@ class Scheduler:
         if self._watch_steps:
             self._emit(StepPlanned(now, step_id, len(self._rows), 0, self._queue.size))
             self._flush_events()
-        update: Update = _new(Update, (batch, (), (), until))
+        update: Update = _new(Update, (batch, (), (), self._wake_at))
         return update
 
     def complete_step(
@@ -496,21 +506,25 @@ class Scheduler:
             ClockError: If ``now`` is not finite or went backward.
         """
         num_steps = self._clock.steps + 1
-        if (
-            outcome is NOTHING
-            and batch is self._in_flight
-            and batch is not None  # what next_step gave when there was no step
-            and num_steps < self._stop_step
-            and self._now <= now
-            and steps == 1
-            and now <= _LATEST
-        ):
-            self._now = now
-            self._in_flight = self._ahead
-            self._ahead = None
-            self._clock.steps = num_steps
-            return _GO_ON
-        return self._complete(batch, outcome, now, steps)
+        try:
+            if (
+                outcome is NOTHING
+                and batch is self._in_flight
+                and batch is not None  # what next_step gave when there was no step
+                and num_steps < self._stop_step
+                and self._now <= now
+                and steps == 1
+                and now <= _LATEST
+            ):
+                self._now = now
+                self._in_flight = self._ahead
+                self._ahead = None
+                self._clock.steps = num_steps
+                return _GO_ON
+            return self._complete(batch, outcome, now, steps)
+        except TypeError:
+            self._check_now("complete_step", now)
+            raise  # of somebody else's making
 
     def _complete(self, batch: StepBatch, outcome: StepOutcome, now: float, steps: int) -> Update:
         """``complete_step`` when something may have changed."""
@@ -596,8 +610,7 @@ class Scheduler:
         """
         if batch is not self._in_flight or batch is None:
             batch = self._check_flight("fail_step", batch)
-        if not self._now <= now <= _LATEST:
-            self._bad_clock("fail_step", now)
+        self._check_now("fail_step", now)
         if not isinstance(error, BaseException):
             raise OutcomeError(f"fail_step: error must be an exception, got {error!r}")
         if not isinstance(rows, Mapping):
@@ -674,8 +687,7 @@ class Scheduler:
             PolicyError: If it raises while it is asked. The old policy stays then.
             ClockError: If ``now`` is not finite or went backward.
         """
-        if not self._now <= now <= _LATEST:
-            self._bad_clock("set_policy", now)
+        self._check_now("set_policy", now)
         with self._locked():
             try:
                 self._observe()
@@ -721,8 +733,7 @@ class Scheduler:
                 requests are active.
             ClockError: If ``now`` is not finite or went backward.
         """
-        if not self._now <= now <= _LATEST:
-            self._bad_clock("set_capacity", now)
+        self._check_now("set_capacity", now)
         if not isinstance(capacity, Capacity):
             raise ConfigError(f"set_capacity: expected a Capacity, got {capacity!r}")
         old = self._capacity
@@ -845,7 +856,7 @@ class Scheduler:
         """
         try:
             return self._views[request_id]
-        except KeyError:
+        except (KeyError, TypeError):
             raise UnknownRequestError(
                 f"request {request_id!r} is not active: never submitted, rejected, or finished"
             ) from None
@@ -901,12 +912,12 @@ class Scheduler:
         self._at = now
         if self._counted_steps != self._clock.steps:
             self._count_steps()
-        self._progressed = False
         expiries = self._expiries
         if expiries.heap and expiries.first() <= now:
             self._expire(now)
         if self._plain and self._in_flight is None and self._queue.is_one_lane:
             return self._plan_unasked(now, settled)
+        self._progressed = False
         memo: tuple[Any, ...] | None = None
         batch: StepBatch | None = None
         try:
@@ -999,14 +1010,17 @@ class Scheduler:
             self._blocked = self._full if queue.size else None
         if steps >= self._limit_step:
             self._meet_step_caps()  # of a row that came back with more steps than it may have
-        self._wake_at = wake_at = expiries.first() if expiries.heap else _INF
+        wake_at, quiet_until = _INF, _LATEST
+        if expiries.heap:
+            wake_at = quiet_until = expiries.first()
+        self._wake_at = wake_at
         if not running.size:
             self._quiet_until = -_INF
             return self._update(None, wake_at)
         turns = running.turns
         batch: StepBatch | None
         if len(turns) == 1 and turns[0].only and not self._dirty:
-            batch = self._put_out(turns[0], now, wake_at)
+            batch = self._put_out(turns[0], now, quiet_until)
         else:
             batch = self._compose(None, now)
             if wake_at < self._quiet_until:
@@ -1045,7 +1059,7 @@ class Scheduler:
             if self._watch_steps:
                 self._emit(StepPlanned(now, step_id, len(self._rows), 0, self._queue.size))
                 self._flush_events()
-            update: Update = _new(Update, (batch, (), (), self._quiet_until))
+            update: Update = _new(Update, (batch, (), (), self._wake_at))
             return update
         asking = self._asking
         if (
@@ -1252,7 +1266,7 @@ class Scheduler:
         turns = running.turns
         alone = len(turns) == 1
         if self._all_alike and alone and turns[0].only and not self._dirty:
-            return self._put_out(turns[0], now, _INF)
+            return self._put_out(turns[0], now, _LATEST)
         key_rows: KeyRows | None
         chosen: tuple[RequestView, ...] | None = None
         if asking.shapes_batches:
@@ -1291,7 +1305,7 @@ class Scheduler:
         if self._recheck_step < stop_step:
             stop_step = self._recheck_step
         if alone and asking.repeats_batches and not self._dirty and not untold:
-            self._quiet_until = _INF
+            self._quiet_until = _LATEST
             self._jump_step = -_INF if progress else stop_step
         else:
             self._quiet_until = self._jump_step = -_INF
@@ -1854,9 +1868,21 @@ class Scheduler:
         finally:
             self._now = now
 
+    @staticmethod
+    def _check_id(call: str, request_id: object) -> None:
+        if not isinstance(request_id, str):
+            raise ConfigError(f"{call}: request_id must be a str, got {request_id!r}")
+
+    def _check_now(self, call: str, now: float) -> None:
+        try:
+            if self._now <= now <= _LATEST:
+                return
+        except TypeError:
+            pass  # it is no number at all
+        self._bad_clock(call, now)
+
     def _set_now(self, call: str, now: float) -> None:
-        if not self._now <= now <= _LATEST:
-            self._bad_clock(call, now)
+        self._check_now(call, now)
         self._now = self._at = now
         self._count_steps()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.capacity import Capacity, at_least_one
+from dllm_sched.capacity import Capacity, at_least_one, within_slots
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Admission, Verdict
 from dllm_sched.request import RequestView
@@ -33,7 +33,7 @@ class Slots(Admission):
         count: Rows, >= 1 and at most ``max_num_seqs`` when the scheduler is built.
     """
 
-    count: int = attrs.field(validator=at_least_one)
+    count: int = attrs.field(validator=within_slots)
 
     @property
     def max_rows(self) -> float:  # type: ignore[override]

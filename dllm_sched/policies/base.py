@@ -632,7 +632,8 @@ class Policy:
         name: For events and error messages.
 
     Raises:
-        ConfigError: If an axis holds something else, or a strategy declares an unknown need.
+        ConfigError: If an axis holds something else, a strategy declares an unknown need, or the
+            name is no non-empty str.
     """
 
     ordering: Ordering = attrs.field(factory=Ordering, converter=_as_ordering)
@@ -644,6 +645,8 @@ class Policy:
     name: str = "custom"
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"policy: name must be a non-empty str, got {self.name!r}")
         for strategy in self.strategies:
             needs, observes = strategy.needs, strategy.observes
             if not isinstance(needs, _MANY) or not all(need in NEEDS for need in needs):

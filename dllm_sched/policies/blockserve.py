@@ -11,6 +11,7 @@ from dllm_sched.capacity import at_least_one
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Admission, Ordering, Verdict
 from dllm_sched.request import RequestView
+from dllm_sched.theory._check import is_number
 from dllm_sched.view import Round
 
 __all__ = ["BoundingBox", "ShortestPrompt"]
@@ -40,7 +41,7 @@ class ShortestPrompt(Ordering):
 
     @max_bypass.validator
     def _check(self, field: attrs.Attribute[float], value: object) -> None:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        if not is_number(value) or not value >= 0:  # type: ignore[operator]
             raise ConfigError(f"ShortestPrompt: max_bypass must be a number >= 0, got {value!r}")
 
     def key(self, state: Any, rv: RequestView) -> tuple[float, ...]:

@@ -160,7 +160,9 @@ class ProjectedPeak(Admission):
         if not is_number(value) or not 0 < value <= 1:  # type: ignore[operator]
             raise ConfigError(f"ProjectedPeak: quantile must lie in (0, 1], got {value!r}")
 
-    @_ends.default
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_ends", self._projected_ends())
+
     def _projected_ends(self) -> tuple[int, ...]:
         """By finished blocks: after how many the row is taken to end."""
         pairs, ends = self.lengths or (), []

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.capacity import Capacity, at_least_one
+from dllm_sched.capacity import Capacity, within_slots
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Timeout
 from dllm_sched.policies.timeout import Fill, MaxWait
@@ -67,7 +67,7 @@ class EnergyFill(Timeout):
 
     target_j: float
     batch_j: Callable[[int], float]
-    most: int = attrs.field(validator=at_least_one)
+    most: int = attrs.field(validator=within_slots)
     max_wait_s: float = math.inf
     count: int = attrs.field(init=False)
     _timeout: Timeout = attrs.field(init=False, repr=False)
@@ -76,7 +76,7 @@ class EnergyFill(Timeout):
     def _count(self) -> int:
         if not callable(self.batch_j):
             raise ConfigError(f"EnergyFill: batch_j must be a callable, got {self.batch_j!r}")
-        at_least_one(self, attrs.fields(EnergyFill).most, self.most)
+        within_slots(self, attrs.fields(EnergyFill).most, self.most)
         return smallest_batch(self.batch_j, target_j=self.target_j, most=self.most)
 
     @_timeout.default

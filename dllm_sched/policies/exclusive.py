@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.capacity import Capacity, at_least_one
+from dllm_sched.capacity import Capacity, within_slots
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Composition, Selection
 from dllm_sched.request import Phase
@@ -42,8 +42,8 @@ class ExclusivePhases(Composition):
         our own.
     """
 
-    batch_size: int = attrs.field(validator=at_least_one)
-    count: int = attrs.field(validator=at_least_one)
+    batch_size: int = attrs.field(validator=within_slots)
+    count: int = attrs.field(validator=within_slots)
 
     def __attrs_post_init__(self) -> None:
         if self.count > self.batch_size:

@@ -17,6 +17,7 @@ import attrs
 from dllm_sched.capacity import at_least_one
 from dllm_sched.errors import ConfigError
 from dllm_sched.events import RequestFinished, RequestJoined, RequestSubmitted
+from dllm_sched.theory._check import is_number, whole
 
 __all__ = [
     "RATES",
@@ -36,7 +37,7 @@ __all__ = [
 
 
 def _number_above_zero(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return is_number(value) and 0 < value < math.inf  # type: ignore[operator]
 
 
 def _positive(instance: object, field: attrs.Attribute[float], value: object) -> None:
@@ -186,16 +187,16 @@ def last_of_cubic(window: int) -> tuple[float, ...]:
     order 3. The weights come from the four orthogonal polynomials on the points -h, ..., h.
 
     Args:
-        window: Odd, >= 5.
+        window: Odd, 5 to 999,999.
 
     Raises:
-        ConfigError: If it is even, or too short for a cubic.
+        ConfigError: If it is even, too short for a cubic, or too long to be added up.
 
     Source:
         Textbook least squares (Savitzky and Golay, 1964); own derivation.
     """
-    if not isinstance(window, int) or isinstance(window, bool) or window < 5 or window % 2 == 0:
-        raise ConfigError(f"window must be an odd int >= 5, got {window!r}")
+    if not isinstance(window, int) or not 5 <= window < 1_000_000 or window % 2 == 0:
+        raise ConfigError(f"window must be an odd int from 5 to 999,999, got {window!r}")
     half = window // 2
     points = range(-half, half + 1)
     second = sum(x**2 for x in points)
@@ -232,17 +233,23 @@ class FilteredMeanRate(Rate):
 
     Args:
         ema: What is smoothed.
-        window: Odd, >= 5.
+        window: Odd, 5 to 999,999.
 
     Source:
         Bursty WAIT (arXiv 2608.06135), as implemented in its authors' public repository.
     """
 
-    ema: EmaRate = attrs.field(factory=EmaRate, validator=attrs.validators.instance_of(EmaRate))
+    ema: EmaRate = attrs.field(factory=EmaRate)
     window: int = attrs.field(default=101)
 
+    @ema.validator
+    def _check_ema(self, field: attrs.Attribute[EmaRate], value: object) -> None:
+        if not isinstance(value, EmaRate):
+            raise ConfigError(f"FilteredMeanRate: ema must be an EmaRate, got {value!r}")
+
     @window.validator
-    def _check(self, field: attrs.Attribute[int], value: int) -> None:
+    def _check_window(self, field: attrs.Attribute[int], value: int) -> None:
+        whole(5, window=value)
         last_of_cubic(value)
 
     def init(self) -> Any:

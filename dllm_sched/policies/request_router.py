@@ -55,11 +55,11 @@ class ChooseMode(Control):
     choose_mode: Callable[[Request], str]
 
     def __attrs_post_init__(self) -> None:
-        if not self.modes or len(set(self.modes)) < len(self.modes):
-            raise ConfigError(f"ChooseMode: modes must be different, at least one: {self.modes!r}")
         for mode in self.modes:
             if not isinstance(mode, str) or not mode:
                 raise ConfigError(f"ChooseMode: a mode is a non-empty str, got {mode!r}")
+        if not self.modes or len(set(self.modes)) < len(self.modes):
+            raise ConfigError(f"ChooseMode: modes must be different, at least one: {self.modes!r}")
         if not callable(self.choose_mode):
             raise ConfigError(
                 f"ChooseMode: choose_mode must be callable with a request, got {self.choose_mode!r}"

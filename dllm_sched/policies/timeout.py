@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import attrs
 
-from dllm_sched.capacity import Capacity, at_least_one
+from dllm_sched.capacity import Capacity, within_slots
 from dllm_sched.errors import ConfigError
 from dllm_sched.policies.base import Timeout
 from dllm_sched.policies.rates import EmaRate, LearnedService, Rate, Service, rate_of, service_of
-from dllm_sched.theory._check import positive
+from dllm_sched.theory._check import is_number, positive
 from dllm_sched.theory.batching import capped_timeout, paper_timeout
 from dllm_sched.view import SchedulerView
 
@@ -30,7 +30,7 @@ class Fill(Timeout):
             built.
     """
 
-    count: int = attrs.field(validator=at_least_one)
+    count: int = attrs.field(validator=within_slots)
 
     def due(self, state: Any, view: SchedulerView) -> float:
         """Return ``-inf`` when filled or draining, else ``inf``. O(1)."""
@@ -58,7 +58,7 @@ class MaxWait(Timeout):
 
     @seconds.validator
     def _check(self, field: attrs.Attribute[float], value: object) -> None:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+        if not is_number(value) or not value >= 0:  # type: ignore[operator]
             raise ConfigError(f"MaxWait: seconds must be a number >= 0, got {value!r}")
 
     def due(self, state: Any, view: SchedulerView) -> float:
@@ -93,7 +93,7 @@ class PoissonTimeout(Timeout):
 
     rate: float
     service_s: float
-    batch_size: int = attrs.field(validator=at_least_one)
+    batch_size: int = attrs.field(validator=within_slots)
     rule: Literal["paper", "capped"] = attrs.field(default="capped", validator=_rule)
     timeout_s: float = attrs.field(init=False)  #: the timer, seconds
 
@@ -119,7 +119,7 @@ class _Load(NamedTuple):
 class _Learning(Timeout):
     """A rule of the arrival rate and the service time, each known or learned."""
 
-    batch_size: int = attrs.field(validator=at_least_one)
+    batch_size: int = attrs.field(validator=within_slots)
     rate: Rate = attrs.field(factory=EmaRate, converter=rate_of, kw_only=True)
     service: Service = attrs.field(factory=LearnedService, converter=service_of, kw_only=True)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import attrs
 
-from dllm_sched.capacity import Capacity, at_least_one
+from dllm_sched.capacity import Capacity, within_slots
 from dllm_sched.errors import ConfigError
 from dllm_sched.events import RequestSubmitted
 from dllm_sched.policies.base import (
@@ -31,7 +31,7 @@ from dllm_sched.policies.base import (
 )
 from dllm_sched.policies.rates import Rate, rate_of
 from dllm_sched.request import RequestView
-from dllm_sched.theory._check import items
+from dllm_sched.theory._check import is_number, items
 from dllm_sched.theory.wait import (
     BookingLimit,
     Segment,
@@ -66,7 +66,7 @@ def _pairs(types: Any) -> Types:
 
 
 def _seconds(instance: object, field: attrs.Attribute[float], value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+    if not is_number(value) or not 0 <= value < math.inf:  # type: ignore[operator]
         raise ConfigError(
             f"{type(instance).__name__}: {field.name} must be finite seconds >= 0, so that nothing "
             f"waits for ever; got {value!r}"
@@ -89,7 +89,7 @@ class _Shares(NamedTuple):
 class _Dividing(Strategy):
     """A batch divided among types of requests, by rates that are given or estimated."""
 
-    batch_size: int = attrs.field(validator=at_least_one)
+    batch_size: int = attrs.field(validator=within_slots)
     types: Types = attrs.field(converter=_pairs)
     rate: Rate | None = attrs.field(default=None, converter=_maybe_rate, kw_only=True)
 

@@ -8,6 +8,7 @@ import time
 from typing import Protocol
 
 from dllm_sched.errors import ClockError, ConfigError
+from dllm_sched.theory._check import is_number
 
 __all__ = ["Clock", "MonotonicClock", "VirtualClock"]
 
@@ -37,7 +38,7 @@ class MonotonicClock:
     def __init__(self, offset_s: float | None = None) -> None:
         if offset_s is None:
             offset_s = random.SystemRandom().uniform(1e5, 1e6)
-        if not math.isfinite(offset_s):
+        if not is_number(offset_s) or not math.isfinite(offset_s):
             raise ConfigError(f"MonotonicClock: offset_s must be finite seconds, got {offset_s!r}")
         self._offset_s = offset_s
 
@@ -87,7 +88,7 @@ class VirtualClock:
         Raises:
             ClockError: If it is neither; the clock stays.
         """
-        if not self._now <= instant < math.inf:
+        if not is_number(instant) or not self._now <= instant < math.inf:
             raise ClockError(
                 f"VirtualClock: time goes forward and stays finite, got {instant!r} after "
                 f"{self._now!r}"

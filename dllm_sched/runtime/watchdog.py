@@ -11,6 +11,7 @@ from time import perf_counter
 
 from dllm_sched.batch import StepBatch
 from dllm_sched.errors import ConfigError
+from dllm_sched.theory._check import is_number
 
 __all__ = ["OnStuck", "Watchdog"]
 
@@ -39,7 +40,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout_s: float, on_stuck: OnStuck | None = None) -> None:
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        if not is_number(timeout_s) or not 0 < timeout_s < math.inf:
             raise ConfigError(f"step_timeout_s must be finite seconds > 0, got {timeout_s!r}")
         if on_stuck is not None and not callable(on_stuck):
             raise ConfigError(f"on_stuck must be callable, got {on_stuck!r}")

@@ -20,6 +20,7 @@ from dllm_sched.batch import (
     StepBatch,
     StepOutcome,
 )
+from dllm_sched.capacity import Capacity
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.request import FinishReason, Phase, Request
 from dllm_sched.runtime import Progress, VirtualClock
@@ -63,7 +64,7 @@ class FakeEngine:
     with progress kept, and refuses rows in slots where they are not.
 
     Args:
-        max_num_seqs: Slots, >= 1.
+        max_num_seqs: Slots, as of ``Capacity``.
         steps: Steps that a request takes, >= 1; default: ``fake_steps``.
         fail_at: Exceptions to raise by number of the step, from 0, instead of running it.
         poison: Own steps, from 1, at which requests fail alone, by id.
@@ -89,8 +90,7 @@ class FakeEngine:
         service_s: Callable[[StepBatch], float] | None = None,
         clock: VirtualClock | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ConfigError(f"FakeEngine: max_num_seqs must be >= 1, got {max_num_seqs!r}")
+        Capacity(max_num_seqs=max_num_seqs)  # refuses what is no number of slots
         if (service_s is None) != (clock is None):
             raise ConfigError("FakeEngine: give service_s and clock together, or neither")
         self.num_runs = 0

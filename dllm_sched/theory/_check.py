@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from dllm_sched.errors import ConfigError
 
+_LARGEST = sys.float_info.max
+
 
 def is_number(value: object) -> bool:
-    """Whether it is an int or a float, and no bool. NaN and inf are numbers here."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether it is a float, or an int (no bool) that a float can be. NaN and inf are numbers."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return -_LARGEST <= value <= _LARGEST
+    return isinstance(value, float)
 
 
 def positive(**values: object) -> None:
@@ -38,7 +43,7 @@ def fraction(**values: object) -> None:
 def whole(least: int = 1, **values: object) -> None:
     """Refuse what is not an int of at least ``least``."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or not is_number(value) or value < least:
             raise ConfigError(f"{name} must be an int >= {least}, got {value!r}")
 
 

@@ -324,8 +324,6 @@ def test_an_outcome_that_is_empty_is_none():
         scheduler.submit(req("a"), now=0.0)
         batch = scheduler.next_step(now=0.0).batch
         scheduler.complete_step(batch, StepOutcome(), now=1.0)
-        scheduler.cancel(math.nan, now=2.0)
-        scheduler.requeue(math.nan, now=2.0)
 
     assert replay(lines_of(one)).difference is None
 
