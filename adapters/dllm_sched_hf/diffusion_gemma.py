@@ -537,6 +537,9 @@ class DiffusionGemmaEngine:
                     _to_host(self._canvas[gone.slot]),
                     _to_host(self._conditioning[gone.slot]),
                 )
+            if row.step == 0 and row.num_cached == len(row.tokens):
+                # Encoded, but its decoding failed for another reason: nobody saw if that was NaN.
+                self._cache.clear(gone.slot)
 
     # -- joining and selecting
 

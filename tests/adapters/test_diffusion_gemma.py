@@ -427,6 +427,52 @@ def test_out_of_memory_advances_nobody(failure, model, loop, monkeypatch):
         assert_as_generated(drive.outputs[request.id], request)
 
 
+def _nan_keys(patch, model):
+    """What this step encodes comes out as NaN."""
+    encoder = model.model.encoder
+    plain = encoder.forward
+
+    def spoilt(*args, **kwargs):
+        result = plain(*args, **kwargs)
+        for pair in next(one for one in kwargs.values() if hasattr(one, "layers")).new:
+            for tensor in pair:
+                tensor.fill_(float("nan"))
+        return result
+
+    patch.setattr(encoder, "forward", spoilt)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_was_encoded_and_never_decoded_is_not_left_behind(kept, model, loop, monkeypatch):
+    """NaN from the encoder, and no memory for the decoder, which would have shown it."""
+    engine = DiffusionGemmaEngine(model, max_num_seqs=2)
+    drive = loop(engine)
+    requests = [request_of(index) for index in range(4)]
+    spoilt = request_of(90, prompt=[9] * 40)
+    drive.join(0, requests[0])
+    drive.step()
+    drive.join(1, spoilt)
+    with monkeypatch.context() as patch:
+        _nan_keys(patch, model)
+        _fail_after_the_draws(patch, model)
+        with pytest.raises(StepOutOfMemoryError):
+            drive.step()
+    drive.leave(1, kept=kept)
+    drive.join(1, requests[1])  # a shorter one
+    drive.run()
+    for request in requests[:2]:
+        assert_as_generated(drive.outputs[request.id], request)
+    if kept:  # whose progress is spoilt: it fails by itself
+        drive.join(0, spoilt, resumed=True)
+        drive.step()
+        assert isinstance(drive.errors["r90"], NonFiniteLogitsError)
+    for slot, request in enumerate(requests[2:]):
+        drive.join(slot, request)
+    drive.run()
+    for request in requests[2:]:
+        assert_as_generated(drive.outputs[request.id], request)
+
+
 def test_other_errors_of_the_model_pass_through(model, loop, monkeypatch):
     drive = loop(DiffusionGemmaEngine(model, max_num_seqs=1))
     request = request_of(1)
