@@ -43,7 +43,7 @@ try:
     from dllm_sched.policies import ChooseMode, PastDeadline
     from dllm_sched.runtime import AsyncDriver, Driver
     from dllm_sched_hf import D2FEngine, box, load_model
-    from openai_serving.app import make_app
+    from openai_serving.app import by_name_alone, make_app
     from openai_serving.monitor import History, Monitor
     from openai_serving.service import Defaults, Service
     from openai_serving.text import Text
@@ -108,7 +108,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--threads", type=count(1024), help="of the CPU; None: torch's, but 1 for the box")
     add("--host", default="127.0.0.1", help="to listen on; loopback unless you say otherwise")
     add("--port", type=number(0, 65535, whole=True), default=8000, help="0: any free one")
-    add("--policy", default="continuous", choices=sorted(presets.PRESETS), help="how to schedule")
+    add("--policy", default="continuous", choices=by_name_alone(policy_maker(1)),
+        help="how to schedule")  # fmt: skip
     add("--max-num-seqs", type=count(4096), default=16, help="rows of a step")
     add("--run-ahead", action="store_true", help="plan a step while one runs; for GPUs")
     add("--max-len", type=count(10**6), help="tokens of prompt and answer; None: the window")

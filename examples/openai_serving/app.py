@@ -247,6 +247,19 @@ def file_route(path: Path) -> Route:
     return Route("/" if path.name == "index.html" else f"/{path.name}", send)
 
 
+def by_name_alone(make_policy: MakePolicy) -> list[str]:
+    """Return the presets that need no more than their name here."""
+
+    def can_be(name: str) -> bool:
+        try:
+            make_policy(name)
+        except ConfigError:
+            return False
+        return True
+
+    return [name for name in sorted(presets.PRESETS) if can_be(name)]
+
+
 def make_app(
     service: Service,
     monitor: Monitor,
@@ -273,6 +286,7 @@ def make_app(
         page: A folder of files to serve at ``/``.
     """
     watching: set[object] = set()
+    offered = by_name_alone(make_policy)
 
     async def answer(request: Request, *, chat: bool) -> ASGIApp:
         try:
@@ -350,7 +364,7 @@ def make_app(
 
     async def policies(_: Request) -> Response:
         now = service.scheduler.policy.name
-        return JSONResponse({"policy": now, "policies": sorted(presets.PRESETS)})
+        return JSONResponse({"policy": now, "policies": sorted({*offered, now})})
 
     async def show_metrics(_: Request) -> Response:
         return PlainTextResponse(metrics(), media_type="text/plain; version=0.0.4")

@@ -854,8 +854,6 @@ def test_a_row_s_answer_is_shown_as_it_stands(braked):
 
 
 def test_the_policy_is_switched_while_requests_run(live, example):
-    from dllm_sched import presets
-
     try:
         with contextlib.ExitStack() as stack:
             asking = [stack.enter_context(Asking(live)) for _ in range(4)]
@@ -866,9 +864,28 @@ def test_the_policy_is_switched_while_requests_run(live, example):
                 assert live.http.get("/policy").json()["policy"] == name
                 assert live.ask().json()["choices"][0]["text"] == ANSWER
             assert [one.join().status_code for one in asking] == [200] * 4
-        assert live.http.get("/policy").json()["policies"] == sorted(presets.PRESETS)
     finally:
         live.post("/policy", name="continuous")
+
+
+def test_a_policy_in_force_is_listed_though_it_needs_arguments(live):
+    joules = {"target_j": 50.0, "fixed_j": 60.0, "row_j": 10.0, "max_wait_s": 0.01}
+    try:
+        assert live.post("/policy", name="energy_fill", **joules).status_code == 200
+        now = live.http.get("/policy").json()
+        assert now["policy"] == "energy_fill"
+        assert "energy_fill" in now["policies"]
+    finally:
+        live.post("/policy", name="continuous")
+    assert "energy_fill" not in live.http.get("/policy").json()["policies"]
+
+
+def test_no_policy_can_be_asked_for_that_the_command_line_cannot_make(example, capsys):
+    for name in ("energy_fill", "optimus", "request_router"):
+        with pytest.raises(SystemExit):
+            example.parse_args(["--policy", name])
+        assert "--policy" in capsys.readouterr().err
+    assert example.parse_args(["--policy", "sangam"]).policy == "sangam"
 
 
 @pytest.mark.parametrize(
@@ -902,8 +919,13 @@ def test_a_policy_that_cannot_be_is_400_and_the_old_one_stays(live, body):
 def test_every_policy_that_needs_no_more_than_its_size_serves(live):
     from dllm_sched import presets
 
+    need_more = {"energy_fill", "optimus", "request_router"}
+    offered = live.http.get("/policy").json()["policies"]
+    assert offered == sorted(set(presets.PRESETS) - need_more)
+    for name in need_more:
+        assert live.http.post("/policy", json={"name": name}).status_code == 400
     try:
-        for name in sorted(set(presets.PRESETS) - {"energy_fill", "optimus", "request_router"}):
+        for name in offered:
             assert live.post("/policy", name=name).status_code == 200, name
             # Alone, with nobody to fill a batch with.
             assert live.ask().json()["choices"][0]["text"] == ANSWER, name
