@@ -88,6 +88,7 @@ __all__ = ["Counts", "Explanation", "Horizon", "Scheduler", "Stats"]
 
 _INF = math.inf
 _LATEST = sys.float_info.max  # also of an int, which may be larger
+_MOST_STEPS = 2**53  # in all; beyond it one step more is none to a float
 _RUNNING = RequestStatus.RUNNING
 _PREFILL = Phase.PREFILL
 _DEADLINE = FinishReason.DEADLINE
@@ -533,7 +534,7 @@ class Scheduler:
             batch = self._check_flight("complete_step", batch)
         if not self._now <= now or now > _LATEST:
             self._bad_clock("complete_step", now)
-        if steps != 1 and not (type(steps) is int and 1 < steps <= self._jump_step - clock.steps):
+        if steps != 1 and not (type(steps) is int and 1 < steps <= self._most_steps()):
             self._bad_steps(steps)
         ahead, progress = self._ahead, self._flight_progress
         named: Named | None = None
@@ -1921,8 +1922,12 @@ class Scheduler:
             raise EngineProtocolError(f"complete_step: steps must be an int >= 1, got {steps!r}")
         raise EngineProtocolError(
             f"complete_step: {steps} steps at once, but a decision may change after "
-            f"{max(1, self._jump_step - self._clock.steps)} (see horizon)"
+            f"{max(1, self._most_steps())} (see horizon)"
         )
+
+    def _most_steps(self) -> float:
+        """How many steps the batch in flight may take at once; not so many that counts blur."""
+        return min(self._jump_step, _MOST_STEPS) - self._clock.steps
 
     def _dump(self) -> str:
         """The state in a line, for error messages."""

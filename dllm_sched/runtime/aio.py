@@ -243,6 +243,8 @@ class AsyncDriver:
             raise ConfigError(
                 f"AsyncDriver: max_open must be an int >= 1 or None, got {max_open!r}"
             )
+        if on_update is not None and not callable(on_update):
+            raise ConfigError(f"AsyncDriver: on_update must be callable or None, got {on_update!r}")
         self._scheduler = scheduler
         self._progress: Callable[[int, int], Any] | None = getattr(engine, "progress", None)
         self._on_update = on_update

@@ -77,6 +77,8 @@ class VirtualClock:
         Raises:
             ClockError: If it is neither; the clock stays.
         """
+        if not is_number(seconds):
+            raise ClockError(f"VirtualClock: advance takes finite seconds >= 0, got {seconds!r}")
         self.set(self._now + seconds)
 
     def set(self, instant: float) -> None:
@@ -88,7 +90,7 @@ class VirtualClock:
         Raises:
             ClockError: If it is neither; the clock stays.
         """
-        if not is_number(instant) or not self._now <= instant < math.inf:
+        if not is_number(instant) or not math.isfinite(instant) or instant < self._now:
             raise ClockError(
                 f"VirtualClock: time goes forward and stays finite, got {instant!r} after "
                 f"{self._now!r}"

@@ -38,6 +38,7 @@ from dllm_sched.runtime.inbox import Inbox
 from dllm_sched.runtime.limit import RowLimit
 from dllm_sched.runtime.watchdog import OnStuck, Watchdog
 from dllm_sched.scheduler import Scheduler
+from dllm_sched.theory._check import is_number
 
 __all__ = ["Driver", "RunReport"]
 
@@ -138,8 +139,8 @@ class Driver:
             may. What it raises is logged. Default: a warning in the log.
 
     Raises:
-        ConfigError: If ``max_restarts``, ``recover_steps``, ``step_timeout_s`` or ``on_stuck`` is
-            of no use, or the scheduler runs ahead and the engine cannot.
+        ConfigError: If an argument is of no use, or the scheduler runs ahead and the engine
+            cannot.
     """
 
     def __init__(
@@ -158,6 +159,15 @@ class Driver:
     ) -> None:
         if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
             raise ConfigError(f"Driver: max_restarts must be an int >= 0, got {max_restarts!r}")
+        if not isinstance(scheduler, Scheduler):
+            raise ConfigError(f"Driver: scheduler must be a Scheduler, got {scheduler!r}")
+        for name, callback in (
+            ("on_update", on_update),
+            ("on_rejected", on_rejected),
+            ("on_step", on_step),
+        ):
+            if callback is not None and not callable(callback):
+                raise ConfigError(f"Driver: {name} must be callable or None, got {callback!r}")
         self._scheduler = scheduler
         self._engine = engine
         self._pipelined = cast("PipelinedEngine", engine)  # if the scheduler runs ahead
@@ -352,7 +362,8 @@ class Driver:
 
         Raises:
             EngineProtocolError: If this driver has run before.
-            ConfigError: If an arrival is not finite, or before the previous one.
+            ConfigError: If an arrival is no (seconds, request), not finite, or before the previous
+                one.
             PolicyError: If the policy raised or answered nonsense.
         """
         if not math.isnan(self._began):
@@ -703,8 +714,15 @@ def _wrong(error: StepFailedError, slots: Sequence[int]) -> str | None:
 
 def _in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
     before = -math.inf
-    for at_s, request in arrivals:
-        if not before <= at_s < math.inf:
+    if not isinstance(arrivals, Iterable):
+        raise ConfigError(f"run: arrivals must be an iterable or None, got {arrivals!r}")
+    for arrival in arrivals:
+        if not isinstance(arrival, tuple | list) or len(arrival) != 2:
+            raise ConfigError(f"run: an arrival is (seconds, request), got {arrival!r}")
+        at_s, request = arrival
+        if not isinstance(request, Request):
+            raise ConfigError(f"run: an arrival is (seconds, request), got {arrival!r}")
+        if not is_number(at_s) or not math.isfinite(at_s) or at_s < before:
             raise ConfigError(
                 f"run: arrivals come in order of time, in finite seconds; {request.id!r} arrives "
                 f"at {at_s!r} after {before!r}"

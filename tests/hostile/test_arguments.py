@@ -29,7 +29,7 @@ from dllm_sched.capacity import RaggedKV
 from dllm_sched.journal import JournaledScheduler, replay
 from dllm_sched.policies import Admission, Control, Eviction, Ordering, Timeout
 from dllm_sched.policies.base import Composition
-from dllm_sched.runtime import Driver, MonotonicClock, VirtualClock
+from dllm_sched.runtime import AsyncDriver, Driver, MonotonicClock, VirtualClock
 from dllm_sched.testing import FakeEngine
 from dllm_sched.theory.wait import TrafficType
 
@@ -324,7 +324,7 @@ def test_a_call_refuses_what_is_none_of_its_arguments(kind):
         if wrong not in ([], {}):
             with pytest.raises(ConfigError):
                 kind(capacity=Capacity(max_num_seqs=2), observers=wrong)
-    for steps in [*HOSTILE, 0, -1, 0.5]:
+    for steps in [*HOSTILE, 0, -1, 0.5, 2**60]:
         if steps is not True:
             with pytest.raises(DllmSchedError):
                 scheduler.complete_step(flight, now=0.0, steps=steps)
@@ -333,3 +333,48 @@ def test_a_call_refuses_what_is_none_of_its_arguments(kind):
             kind(capacity=Capacity(max_num_seqs=2), policy=policy)
     scheduler.check_invariants()
     assert scheduler.counts().running == 1
+
+
+JUNK = [*HOSTILE[:-5], b"5", 5, -1, "x", None, [], {}, object()]
+
+
+@pytest.mark.parametrize("kind", [Driver, AsyncDriver])
+@pytest.mark.parametrize(
+    ("argument", "fine"),
+    [
+        ("scheduler", ()),
+        ("max_restarts", (5, HUGE, HUGE + 1)),
+        ("recover_steps", (None, 5, HUGE, HUGE + 1)),
+        ("step_timeout_s", (5, math.inf)),
+        ("on_update", (None,)),
+        ("on_stuck", (None,)),
+    ],
+)
+def test_a_driver_refuses_what_it_cannot_use(kind, argument, fine):
+    scheduler = Scheduler(capacity=Capacity(max_num_seqs=1))
+    for wrong in JUNK:
+        if wrong not in fine:
+            with pytest.raises(ConfigError):
+                kind(**{"scheduler": scheduler, "engine": FakeEngine(1), argument: wrong})
+
+
+def test_a_driver_refuses_arrivals_that_are_none():
+    request = Request("a", prompt_len=1, max_new_tokens=1)
+    strange: list[Any] = [*((wrong,) for wrong in JUNK)]
+    strange += [((0.0, wrong),) for wrong in JUNK]
+    strange += [((wrong, request),) for wrong in NO_INSTANTS]
+    strange += [wrong for wrong in JUNK if wrong not in ([], {}, None)]
+    for arrivals in strange:
+        clock = VirtualClock(0.0)
+        driver = Driver(Scheduler(capacity=Capacity(max_num_seqs=1)), FakeEngine(1), clock)
+        with pytest.raises(ConfigError):
+            driver.run(arrivals)
+
+
+def test_a_clock_refuses_what_is_no_time():
+    clock = VirtualClock(0.0)
+    for wrong in NO_INSTANTS:
+        for call in (clock.set, clock.advance, VirtualClock):
+            with pytest.raises(ClockError):
+                call(wrong)
+    assert clock() == 0.0

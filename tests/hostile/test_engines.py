@@ -279,7 +279,7 @@ def test_times_that_are_no_numbers():
                 lambda now: scheduler.cancel("r1", now=now),
             )
         ),
-        errors=TypeError,
+        errors=ClockError,
     )
 
 
