@@ -20,6 +20,7 @@ from dllm_sched.sim.recording import Sample, Span, StepHistogram
 from dllm_sched.sim.report import Result
 from dllm_sched.sim.tuning import Tried, Tuning
 from dllm_sched.theory import congestion
+from dllm_sched.theory._check import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -388,7 +389,8 @@ def congestion_cycle(
     Source:
         ``theory.congestion``; step by step, so O(steps^2).
     """
-    if not 1 <= steps <= 500:
+    whole(steps=steps)
+    if steps > 500:
         raise ConfigError(f"steps must lie between 1 and 500, got {steps!r}")
     ratio = congestion.worst_cycle_ratio(length, input_size)
     model = (

@@ -23,7 +23,7 @@ from dllm_sched.events import (
     StepCompleted,
 )
 from dllm_sched.request import Request
-from dllm_sched.theory._check import not_negative, whole
+from dllm_sched.theory._check import is_number, not_negative, whole
 
 __all__ = ["Cohorts", "QueueTrace", "Sample", "SlotTimeline", "Span", "StepHistogram"]
 
@@ -57,7 +57,7 @@ class SlotTimeline:
     ) -> None:
         not_negative(from_s=from_s)
         whole(max_spans=max_spans)
-        if not until_s > from_s:
+        if not is_number(until_s) or not until_s > from_s:
             raise ConfigError(f"until_s must be later than from_s = {from_s!r}, got {until_s!r}")
         self.from_s = from_s
         self.until_s = until_s

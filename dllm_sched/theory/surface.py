@@ -256,4 +256,6 @@ def log_key(work: float, arrived_at: float, *, rate: float = 0.1, period_s: floa
         Own derivation from the rule of arXiv 2610.00499, so that a queue stays O(log n).
     """
     _check_ageing(work, rate, period_s)
+    if not is_number(arrived_at) or not math.isfinite(arrived_at):
+        raise ConfigError(f"arrived_at must be finite seconds, got {arrived_at!r}")
     return math.log(work) - math.log1p(-rate) * arrived_at / period_s

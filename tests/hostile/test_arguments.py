@@ -30,7 +30,9 @@ from dllm_sched.journal import JournaledScheduler, replay
 from dllm_sched.policies import Admission, Control, Eviction, Ordering, Timeout
 from dllm_sched.policies.base import Composition
 from dllm_sched.runtime import AsyncDriver, Driver, MonotonicClock, VirtualClock
+from dllm_sched.sim.recording import SlotTimeline
 from dllm_sched.testing import FakeEngine
+from dllm_sched.theory import batching, energy, exclusive, surface
 from dllm_sched.theory.wait import TrafficType
 
 HUGE = 10**400  # beyond every float
@@ -378,3 +380,24 @@ def test_a_clock_refuses_what_is_no_time():
             with pytest.raises(ClockError):
                 call(wrong)
     assert clock() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "fine"),
+    [
+        (surface.log_key, {"work": 2.0, "arrived_at": 1.0, "rate": 0.1, "period_s": 3.0}, ()),
+        (surface.aged_work, {"work": 2.0, "waited_s": 1.0, "rate": 0.1, "period_s": 3.0}, ()),
+        (energy.fixed_share, {"gain": 1.5, "size": 4}, ()),
+        (exclusive.empty_slots, {"theta": 0.5, "num_slots": 4}, ()),
+        (exclusive.threshold, {"hazard": 0.1, "prefill_base_s": 2.0, "decode_base_s": 1.0}, ()),
+        (batching.capped_timeout, {"rate": 0.5, "service_s": 8.0, "batch_size": 8}, ()),
+        (SlotTimeline, {"from_s": 1.0, "until_s": 2.0, "max_spans": 3}, (math.inf,)),
+    ],
+)
+def test_a_closed_form_refuses_what_is_no_number(function, given, fine):
+    function(**given)
+    for argument in given:
+        for wrong in [HUGE, -HUGE, math.nan, math.inf, -math.inf, True, "5", None, [], object()]:
+            if not (wrong in fine and argument == "until_s"):
+                with pytest.raises(ConfigError):
+                    function(**{**given, argument: wrong})
