@@ -64,7 +64,7 @@ class CanvasRequest(DecodeRequest):
             )
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class CanvasPlan(StepPlan):
     """A forward of each row's canvas, or of a part of it that holds the current block."""
 
@@ -97,7 +97,8 @@ class CanvasDecoder(Decoder):
         first = self.prompt_len[slots] + block * block_length
         length = first + (self.num_blocks[slots] - block) * block_length
         start, end = self._window(slots, first, length)
-        row, position, token = self._pack(slots, start, end)
+        row, position, place = self._pack(slots, start, end)
+        token = self._tokens[place]
         in_reach = position < (first + block_length)[row]  # earlier blocks have no masks
         return CanvasPlan(
             slots=slots,
@@ -106,6 +107,7 @@ class CanvasDecoder(Decoder):
             length=length,
             row=row,
             position=position,
+            place=place,
             token=token,
             visible=length[row],
             masked=np.flatnonzero((token == self.mask_id) & in_reach),
@@ -123,7 +125,7 @@ class CanvasDecoder(Decoder):
         number = self._num_commits(slots, confidence[order], row, rank, head, count)
         chosen = np.sort(order[rank < number[row]])
         at = plan.masked[chosen]
-        self._write(slots, slots[plan.row[at]], plan.position[at], token[chosen])
+        self._write(slots, plan.place[at], token[chosen])
         grew = number == count
         self.block[slots] = plan.block + grew
         self.round[slots] = np.where(grew, 0, self.round[slots] + 1)

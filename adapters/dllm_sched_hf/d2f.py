@@ -79,14 +79,20 @@ class D2FRequest(DecodeRequest):
         return -(-self.max_new_tokens // self.block_length)
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)
 class D2FPlan(StepPlan):
-    """A forward from each row's first position that is not cached to its end."""
+    """A forward from each row's first position that is not cached to its end.
+
+    Masked positions of one block lie together: h of the blocks have any.
+    """
 
     num_finished: Ints  #: ``[r]`` finished blocks before this step
     num_blocks: Ints  #: ``[r]`` appended blocks, this step's included
-    left: Ints  #: ``[r, width]`` masks left per block; block_length where there is no block
-    ready: Bools  #: ``[r, width]`` fully activated: may be forced to commit
+    settled: Ints  #: ``[r]`` end of the finished blocks, which this forward runs from final tokens
+    masked_place: Ints  #: ``[c]``
+    head: Ints  #: ``[h]`` where each block begins among the c masked positions
+    block: Ints  #: ``[h]`` the block, as an index into the flat ``left``
+    ready: Bools  #: ``[h]`` it is fully activated: may be forced to commit
 
 
 class D2F(Decoder):
@@ -94,111 +100,134 @@ class D2F(Decoder):
 
     request_type = D2FRequest
     prompt_stands_alone = True
+    recomputes = False
     knobs = ("block_add_threshold", "decoded_token_threshold", "skip_threshold", "temperature")
-    progress = (*Decoder.progress, "left", "ready", "num_blocks", "num_finished", "cached")
+    progress = (
+        *Decoder.progress,
+        *("left", "ready", "most_blocks", "num_blocks", "num_finished", "cached", "settled"),
+    )
 
     def __init__(self, num_slots: int, max_len: int, mask_id: int) -> None:
         super().__init__(num_slots, max_len, mask_id)
-        ints = np.zeros((4, num_slots), np.int64)
-        self.max_blocks, self.num_blocks, self.num_finished, self.cached = ints
+        # What every plan asks of its rows, in one array: one look-up for all.
+        self._rows = np.zeros((7, num_slots), np.int64)
+        self.prompt_len, self.block_length = self._rows[:2]
+        self.most_blocks, self.num_blocks, self.num_finished = self._rows[2:5]
+        self.cached, self.settled = self._rows[5:]
         self.block_add_threshold: Floats
         self.decoded_token_threshold: Floats
         self.block_add_threshold, self.decoded_token_threshold = np.zeros((2, num_slots))
         # Compared with float32 probabilities, in their precision.
         self.skip_threshold = np.zeros(num_slots, np.float32)
-        self.partial: Bools = np.zeros(num_slots, np.bool_)  # the last block is only partly wanted
-        # One column more than any row has blocks, never finished: searches always find an end.
+        # Masks left per block. Block 0 is the prompt, and there is one column more than any row has
+        # blocks, never finished: searches always find an end.
         self.left: Ints = np.ones((num_slots, 2), np.int64)
-        self.ready: Bools = np.zeros((num_slots, 2), np.bool_)
+        self.ready: Bools = np.zeros((num_slots, 2), np.bool_)  # fully activated, for good
+        # Of every place: the block it is in, as an index into the flat ``left``; and the end of it.
+        self._block: Ints = np.zeros(num_slots * max_len, np.int64)
+        self._visible: Ints = np.zeros(num_slots * max_len, np.int64)
 
     def start(self, slot: int, request: D2FRequest, stop_ids: Sequence[int] = ()) -> None:
         """Put a fresh row into ``slot``; its knobs are set separately."""
         super().start(slot, request, stop_ids)
-        self._grow(request.max_blocks + 1)
-        self.max_blocks[slot] = request.max_blocks
-        self.partial[slot] = request.max_blocks * request.block_length > request.max_new_tokens
+        self._grow(request.max_blocks + 2)
+        prompt_len, length = request.prompt_len, request.block_length
+        self.most_blocks[slot] = request.max_blocks
+        # Only a part of its last block is wanted: perhaps it never finishes that.
+        self.early[slot] = request.max_blocks * length > request.max_new_tokens
         self.num_blocks[slot] = self.num_finished[slot] = self.cached[slot] = 0
-        self.left[slot] = request.block_length
+        self.settled[slot] = prompt_len
+        self.left[slot] = length
+        self.left[slot, 0] = 0
         self.ready[slot] = False
+        block = np.arange(prompt_len, prompt_len + request.max_blocks * length) - prompt_len
+        block //= length
+        first = slot * self.max_len
+        own = slice(first + prompt_len, first + prompt_len + len(block))
+        self._block[own] = block + (slot * self.left.shape[1] + 1)
+        self._visible[first : first + prompt_len] = prompt_len
+        self._visible[own] = (block + 1) * length + prompt_len
 
     def plan(self, slots: Ints) -> D2FPlan:
         """Append and activate blocks and lay out the coming forward; writes nothing."""
-        prompt_len, length = self.prompt_len[slots], self.block_length[slots]
-        num_blocks, left, ready = self.num_blocks[slots], self.left[slots], self.ready[slots]
-
+        prompt_len, length, most, num_blocks, num_finished, cached, settled = self._rows.take(
+            slots, 1
+        )
+        left, width = self.left.reshape(-1), self.left.shape[1]
         # Append at most one block, if the last one (at first the prompt) is decoded far enough.
         # Double precision throughout: thresholds are compared with exact small fractions.
-        whole = length[:, None]
-        ratio = (whole - left) / whole
-        last = ratio[np.arange(len(slots)), num_blocks - 1]
-        last[num_blocks == 0] = 1.0
-        num_blocks += self._may_append(slots, num_blocks) & (
-            last >= self.block_add_threshold[slots]
+        ratio = (length - left[slots * width + num_blocks]) / length
+        num_blocks = num_blocks + (
+            (num_blocks < most) & (ratio >= self.block_add_threshold[slots])
         )
-
-        # Activate, for good, every existing block whose direct predecessor is decoded far enough;
-        # the prompt always is.
-        ready[:, 0] = True
-        ready[:, 1:] |= (ratio[:, :-1] >= self.decoded_token_threshold[slots, None]) & (
-            np.arange(1, left.shape[1]) < num_blocks[:, None]
-        )
-
-        start, end = self.cached[slots], prompt_len + num_blocks * length
-        row, position, token = self._pack(slots, start, end)
-        offset = position - prompt_len[row]
-        length_of = length[row]
-        # The end of its block; the prompt is one, and ends where the blocks begin.
-        visible = position - np.where(offset < 0, offset, offset % length_of - length_of)
+        end = prompt_len + num_blocks * length
+        row, position, place = self._pack(slots, cached, end)
+        token = self._tokens[place]
+        masked = (token == self.mask_id).nonzero()[0]  # no prompt holds one
+        masked_place = place[masked]
+        block = self._block[masked_place]
+        head = run_starts(block).nonzero()[0]
+        block = block[head]
+        # Activate, for good, every block whose direct predecessor is decoded far enough.
+        slot = block // width
+        length = self.block_length[slot]
+        ready = (length - left[block - 1]) / length >= self.decoded_token_threshold[slot]
+        ready |= (block - slot * width == 1) | self.ready.reshape(-1)[block]
         return D2FPlan(
             slots=slots,
-            start=start,
+            start=cached,
             end=end,
             length=end,
             row=row,
             position=position,
+            place=place,
             token=token,
-            visible=visible,
-            masked=(token == self.mask_id).nonzero()[0],  # no prompt holds one
-            num_finished=self.num_finished[slots],
+            visible=self._visible[place],
+            masked=masked,
+            num_finished=num_finished,
             num_blocks=num_blocks,
-            left=left,
+            settled=settled,
+            masked_place=masked_place,
+            head=head,
+            block=block,
             ready=ready,
         )
 
     def commit(self, plan: D2FPlan, confidence: NDArray[np.float32], token: Ints) -> Commits:
         """Commit what is confident enough, and the best position of a ready block without any."""
-        slots, left, num_blocks = plan.slots, plan.left, plan.num_blocks
-        row, position = plan.row[plan.masked], plan.position[plan.masked]
-        slot = slots[row]
-        block = (position - self.prompt_len[slot]) // self.block_length[slot]
-
-        # Positions of one (row, block) lie together: reduce over each run of them.
-        key = row * left.shape[1] + block
-        head = run_starts(key).nonzero()[0]
-        at_head = key[head]
-        chosen = confidence > self.skip_threshold[slot]
-        number = np.add.reduceat(chosen, head, dtype=np.int64)
+        slots, head, block = plan.slots, plan.head, plan.block
+        passes = confidence > self.skip_threshold[plan.masked_place // self.max_len]
+        number = np.add.reduceat(passes, head, dtype=np.int64)
         # A ready block in which nothing passed commits its best position.
-        force = (number == 0) & plan.ready.ravel()[at_head]
+        force = plan.ready & (number == 0)
         forced = head[:0]
         if force.any():
-            run = run_starts(key).cumsum() - 1
-            best = (confidence == np.maximum.reduceat(confidence, head)[run]) & force[run]
-            at_best = np.flatnonzero(best)
-            forced = at_best[run_starts(run[at_best])]  # the first, if several tie
-            chosen[forced] = True
-        index = chosen.nonzero()[0]
+            size = np.diff(head, append=len(confidence))
+            best = np.maximum.reduceat(confidence, head).repeat(size)
+            forced = ((confidence == best) & force.repeat(size)).nonzero()[0]
+            # The first, if several tie.
+            forced = forced[run_starts(self._block[plan.masked_place[forced]])]
+            passes[forced] = True
+            number += force
+        chosen = passes.nonzero()[0]
 
-        self._write(slots, slot[index], position[index], token[index])
-        left.ravel()[at_head] -= number + force
-        num_finished = (left != 0).argmax(1)
-        self.left[slots], self.ready[slots] = left, plan.ready
-        self.num_blocks[slots], self.num_finished[slots] = num_blocks, num_finished
-        # Blocks that were finished before this forward ran in it from their final tokens.
-        self.cached[slots] = self.prompt_len[slots] + plan.num_finished * self.block_length[slots]
+        left = self.left.reshape(-1)
+        remaining = left[block] - number
+        left[block] = remaining
+        self.ready.reshape(-1)[block] = plan.ready
+        self.num_blocks[slots], self.cached[slots] = plan.num_blocks, plan.settled
+        stopped = self._write(slots, plan.masked_place[chosen], token[chosen])
+        if stopped is not None:
+            self.most_blocks[stopped] = self.num_blocks[stopped]
+        if remaining.all():
+            none = np.zeros(len(slots), np.bool_)
+            return Commits(chosen, none, none, forced)
+        num_finished = (self.left[slots, 1:] != 0).argmax(1)
+        self.num_finished[slots] = num_finished
+        self.settled[slots] = self.prompt_len[slots] + num_finished * self.block_length[slots]
         return Commits(
-            index,
-            (num_finished == num_blocks) & ~self._may_append(slots, num_blocks),
+            chosen,
+            (num_finished == plan.num_blocks) & (num_finished >= self.most_blocks[slots]),
             num_finished > plan.num_finished,
             forced,
         )
@@ -206,12 +235,15 @@ class D2F(Decoder):
     def trace(self, plan: D2FPlan, commits: Commits, token: Ints) -> list[dict[str, Any]]:
         """Return what a committed step did, one entry per row."""
         committed = self._commits_by_row(plan, commits, token)
-        at = plan.masked[commits.forced]
-        slot = plan.slots[plan.row[at]]
-        blocks = (plan.position[at] - self.prompt_len[slot]) // self.block_length[slot] + 1
+        width = self.left.shape[1]
         forced: list[list[int]] = [[] for _ in plan.slots]
-        for row, block in zip(plan.row[at], blocks, strict=True):
+        forced_block = self._block[plan.masked_place[commits.forced]] % width
+        for row, block in zip(plan.row[plan.masked[commits.forced]], forced_block, strict=True):
             forced[row].append(int(block))
+        before = self.left.copy()  # this step's commits are undone in it
+        np.add.at(before.reshape(-1), self._block[plan.masked_place[commits.chosen]], 1)
+        whole = np.maximum(self.block_length, 1)[:, None]
+        far = (whole - before) / whole >= self.decoded_token_threshold[:, None]
         entries = []
         for index, slot in enumerate(plan.slots.tolist()):
             start, count = int(plan.start[index]), int(plan.num_blocks[index])
@@ -232,7 +264,7 @@ class D2F(Decoder):
                     "complete": [
                         block
                         for block in range(finished + 1, count + 1)
-                        if plan.ready[index, block - 1]
+                        if self.ready[slot, block] or far[slot, block - 1]
                     ],
                     "forced": forced[index],
                     "commits": committed[index],
@@ -250,7 +282,7 @@ class D2F(Decoder):
 
     def kv_tokens(self, slot: int) -> int:
         """Return the prompt and the finished blocks: the coming step caches them."""
-        return int(self.prompt_len[slot] + self.num_finished[slot] * self.block_length[slot])
+        return int(self.settled[slot])
 
     def num_cached(self, slot: int) -> int:
         """Return what the steps so far have cached."""
@@ -271,19 +303,8 @@ class D2F(Decoder):
 
     def masked_remaining(self, slot: int) -> int:
         """Return the positions that may still have to commit, unopened blocks included."""
-        opened = super().masked_remaining(slot)
-        if self.stop_step[slot]:
-            return opened
-        unopened = self.max_blocks[slot] - self.num_blocks[slot]
-        return opened + int(unopened * self.block_length[slot])
-
-    def may_end(self, slots: Ints, finished: Bools) -> Bools:
-        """Return also the rows that want only a part of their last block."""
-        all_open = self.num_blocks[slots] == self.max_blocks[slots]
-        return super().may_end(slots, finished) | (self.partial[slots] & all_open)
-
-    def _may_append(self, slots: Ints, num_blocks: Ints) -> Bools:
-        return (num_blocks < self.max_blocks[slots]) & (self.stop_step[slots] == 0)
+        unopened = self.most_blocks[slot] - self.num_blocks[slot]
+        return super().masked_remaining(slot) + int(unopened * self.block_length[slot])
 
     def _grow(self, width: int) -> None:
         """Make room for rows with more blocks than any before."""
@@ -292,3 +313,4 @@ class D2F(Decoder):
             filler = np.repeat(np.maximum(self.block_length, 1)[:, None], extra, 1)
             self.left = np.hstack((self.left, filler))
             self.ready = np.hstack((self.ready, np.zeros((len(filler), extra), np.bool_)))
+            self._block += np.arange(len(filler)).repeat(self.max_len) * extra

@@ -231,12 +231,13 @@ class DecodeRequest(PromptRequest):
 # -- one step
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.define(kw_only=True, eq=False)  # frozen takes five times as long to make, once a step
 class StepPlan:
     """One forward for r rows: n tokens of s sequences, of which c positions are to be predicted.
 
     The first r sequences belong to the rows in their order; what follows are second sequences of
     some of them, whose positions are never predicted themselves. A decoder adds its own fields.
+    Valid until its rows commit: arrays may be views of their decoder's.
     """
 
     slots: Ints  #: ``[r]``
@@ -245,6 +246,7 @@ class StepPlan:
     length: Ints  #: ``[s]`` positions that may be attended to, at most
     row: Ints  #: ``[n]`` sequence of each token, ascending
     position: Ints  #: ``[n]`` its position in the sequence
+    place: Ints  #: ``[n]`` ``slot * max_len + position``, also of second sequences
     token: Ints  #: ``[n]`` its id
     visible: Ints
     """``[n]`` it attends to the positions below this one; never less than the tokens of the same
@@ -278,8 +280,8 @@ class Decoder(abc.ABC):
         max_len: Longest row in tokens, prompt included.
         mask_id: The id of a masked position.
 
-    Memory is ``8 * num_slots * max_len`` bytes and a little; a step costs O(rows * blocks + tokens)
-    in some forty numpy calls.
+    Memory is ``16 * num_slots * max_len`` bytes and a little; a step costs O(rows * blocks +
+    tokens) in some fifty numpy calls.
     """
 
     request_type: ClassVar[type[DecodeRequest]]
@@ -292,18 +294,28 @@ class Decoder(abc.ABC):
     """Whether a prompt sees only itself: rows of a group may then share its keys and values."""
     confidence_type: ClassVar[type[np.floating[Any]]] = np.float32
     """In which precision the softmax is taken."""
-    progress: ClassVar[tuple[str, ...]] = ("tokens", "num_steps", "stop_step")
+    recomputes: ClassVar[bool] = True
+    """Whether a row that reads from the cache may go back to sending its whole sequence."""
+    progress: ClassVar[tuple[str, ...]] = ("tokens", "num_steps", "stop_step", "stop_at", "early")
     """The per-slot arrays that :meth:`save` takes along."""
 
     def __init__(self, num_slots: int, max_len: int, mask_id: int) -> None:
         self.mask_id = mask_id
+        self.max_len = max_len
         self.tokens: Ints = np.full((num_slots, max_len), mask_id)
-        ints = np.zeros((5, num_slots), np.int64)
-        self.prompt_len, self.block_length, self.seed = ints[:3]
-        self.num_steps, self.stop_step = ints[3:]  # stop_step: of the first stop id, 0 = none yet
+        self._tokens = self.tokens.reshape(-1)  # the same memory, by place
+        self._places = np.arange(num_slots * max_len)
+        ints = np.zeros((6, num_slots), np.int64)
+        self.prompt_len, self.block_length, self.seed, self.num_steps = ints[:4]
+        # Step of the first stop id that came, 0 = none yet; position of the first there is.
+        self.stop_step, self.stop_at = ints[4:]
+        # Rows that may have their whole answer before they are finished.
+        self.early: Bools = np.zeros(num_slots, np.bool_)
         self.temperature: Floats = np.zeros(num_slots)
         self.truncates: Bools = np.zeros(num_slots, np.bool_)
         self.stop_ids: Ints = np.full((num_slots, 1), -1)
+        # Which ids may end some row, and a last one that does not: most tokens end none.
+        self._stops: Bools = np.zeros(1, np.bool_)
 
     # -- a row's life
 
@@ -320,8 +332,14 @@ class Decoder(abc.ABC):
         self.seed[slot] = request.seed
         self.truncates[slot] = request.truncate_at_stop
         self.num_steps[slot] = self.stop_step[slot] = 0
+        self.stop_at[slot], self.early[slot] = self.max_len, False
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        if len(stop_ids):
+            extra = max(stop_ids) + 2 - len(self._stops)
+            if extra > 0:
+                self._stops = np.append(self._stops, np.zeros(extra, np.bool_))
+            self._stops[list(stop_ids)] = True
 
     def set_prompt_cached(self, slot: int, *, cached: bool) -> None:  # noqa: B027 - for those who can
         """Say whether the prompt of a row that has taken no step is in the cache already.
@@ -402,28 +420,48 @@ class Decoder(abc.ABC):
         """Return the positions that this row may still have to commit."""
         return int((self.generated(slot) == self.mask_id).sum())
 
-    def may_end(self, slots: Ints, finished: Bools) -> Bools:
-        """Return which rows may have their whole answer, finished or not."""
-        return finished | (self.truncates[slots] & (self.stop_step[slots] > 0))
+    def num_known(self, slot: int) -> int:
+        """Return how many tokens of the answer come before its first masked position."""
+        masked = self.generated(slot) == self.mask_id
+        first = int(masked.argmax()) if len(masked) else 0
+        return first if len(masked) and masked[first] else len(masked)
 
     # -- for subclasses
 
     def _pack(self, slots: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-        """Lay sequences behind each other; return row, position and id of each token."""
+        """Lay sequences behind each other; return row, position and place of each token."""
+        if len(slots) == 1:  # one request alone waits for nothing but this
+            low, high = start.item(), end.item()
+            base = slots.item() * self.max_len
+            row = np.zeros(high - low, np.int64)
+            return row, self._places[low:high], self._places[base + low : base + high]
         count = end - start
-        row = np.repeat(np.arange(len(slots)), count)
-        position = np.arange(len(row)) + (start - (np.cumsum(count) - count))[row]
-        return row, position, self.tokens[slots[row], position]
+        row = np.arange(len(slots)).repeat(count)
+        base = slots * self.max_len
+        place = (base + start + count - count.cumsum())[row]
+        place += np.arange(len(row))
+        return row, place - base[row], place
 
-    def _write(self, slots: Ints, slot: Ints, position: Ints, token: Ints) -> None:
-        """Write committed tokens ``[k]``, count the step of ``slots``, notice stop ids."""
-        self.tokens[slot, position] = token
+    def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints | None:
+        """Write committed tokens ``[k]`` and count the step of ``slots``.
+
+        Returns:
+            Slots that have come upon a stop id, perhaps several times; None = no slot has.
+        """
+        self._tokens[place] = token
         self.num_steps[slots] += 1
+        if not self._stops.take(token, mode="clip").any():
+            return None
+        slot = place // self.max_len
         stops = (token[:, None] == self.stop_ids[slot]).any(1)
-        if stops.any():
-            stop = slot[stops]
-            stop = stop[self.stop_step[stop] == 0]
-            self.stop_step[stop] = self.num_steps[stop]
+        if not stops.any():
+            return None
+        slot = slot[stops]
+        np.minimum.at(self.stop_at, slot, place[stops] - slot * self.max_len)
+        first = slot[self.stop_step[slot] == 0]
+        self.stop_step[first] = self.num_steps[first]
+        self.early[slot] |= self.truncates[slot]
+        return slot
 
     def _commits_by_row(
         self, plan: StepPlan, commits: Commits, token: Ints

@@ -1038,7 +1038,7 @@ class DecodingEngine:
         failed: list[RowFailed],
     ) -> StepOutcome:
         decoder, slots = self._decoder, plan.slots
-        may_end = decoder.may_end(slots, commits.finished)
+        may_end = commits.finished | decoder.early[slots]
         if lost is not None:
             may_end &= ~lost
         finished = []

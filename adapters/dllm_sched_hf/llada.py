@@ -62,6 +62,7 @@ class LLaDA(CanvasDecoder):
             length=np.append(plan.length, plan.length[guided]),
             row=np.append(plan.row, len(slots) + np.searchsorted(guided, row)),
             position=np.append(plan.position, position),
+            place=np.append(plan.place, plan.place[again]),
             token=np.append(plan.token, np.where(in_prompt, self.mask_id, plan.token[again])),
             visible=np.append(plan.visible, plan.visible[again]),
             guide=second[plan.masked],
