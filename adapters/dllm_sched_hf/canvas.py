@@ -121,7 +121,7 @@ class CanvasDecoder(Decoder):
         head = np.flatnonzero(run_starts(row))  # each row has a mask
         order = np.lexsort((-confidence, row))
         rank = np.arange(len(row)) - head[row]
-        count = np.diff(head, append=len(row))
+        count = np.bincount(row)
         number = self._num_commits(slots, confidence[order], row, rank, head, count)
         chosen = np.sort(order[rank < number[row]])
         at = plan.masked[chosen]

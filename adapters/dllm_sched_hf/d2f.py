@@ -90,7 +90,8 @@ class D2FPlan(StepPlan):
     num_blocks: Ints  #: ``[r]`` appended blocks, this step's included
     settled: Ints  #: ``[r]`` end of the finished blocks, which this forward runs from final tokens
     masked_place: Ints  #: ``[c]``
-    head: Ints  #: ``[h]`` where each block begins among the c masked positions
+    starts: Bools  #: ``[c]`` the first of its block
+    head: Ints  #: ``[h]`` where those are among the c masked positions
     block: Ints  #: ``[h]`` the block, as an index into the flat ``left``
     ready: Bools  #: ``[h]`` it is fully activated: may be forced to commit
 
@@ -157,22 +158,21 @@ class D2F(Decoder):
         # Append at most one block, if the last one (at first the prompt) is decoded far enough.
         # Double precision throughout: thresholds are compared with exact small fractions.
         ratio = (length - left[slots * width + num_blocks]) / length
-        num_blocks = num_blocks + (
-            (num_blocks < most) & (ratio >= self.block_add_threshold[slots])
-        )
+        num_blocks = num_blocks + ((num_blocks < most) & (ratio >= self.block_add_threshold[slots]))
         end = prompt_len + num_blocks * length
         row, position, place = self._pack(slots, cached, end)
         token = self._tokens[place]
         masked = (token == self.mask_id).nonzero()[0]  # no prompt holds one
         masked_place = place[masked]
         block = self._block[masked_place]
-        head = run_starts(block).nonzero()[0]
+        starts = run_starts(block)
+        head = starts.nonzero()[0]
         block = block[head]
         # Activate, for good, every block whose direct predecessor is decoded far enough.
         slot = block // width
         length = self.block_length[slot]
         ready = (length - left[block - 1]) / length >= self.decoded_token_threshold[slot]
-        ready |= (block - slot * width == 1) | self.ready.reshape(-1)[block]
+        ready |= self.ready.reshape(-1)[block]
         return D2FPlan(
             slots=slots,
             start=cached,
@@ -188,6 +188,7 @@ class D2F(Decoder):
             num_blocks=num_blocks,
             settled=settled,
             masked_place=masked_place,
+            starts=starts,
             head=head,
             block=block,
             ready=ready,
@@ -202,11 +203,11 @@ class D2F(Decoder):
         force = plan.ready & (number == 0)
         forced = head[:0]
         if force.any():
-            size = np.diff(head, append=len(confidence))
-            best = np.maximum.reduceat(confidence, head).repeat(size)
-            forced = ((confidence == best) & force.repeat(size)).nonzero()[0]
-            # The first, if several tie.
-            forced = forced[run_starts(self._block[plan.masked_place[forced]])]
+            run = plan.starts.cumsum()
+            run -= 1
+            best = np.maximum.reduceat(confidence, head)
+            forced = ((confidence == best[run]) & force[run]).nonzero()[0]
+            forced = forced[run_starts(run[forced])]  # the first, if several tie
             passes[forced] = True
             number += force
         chosen = passes.nonzero()[0]

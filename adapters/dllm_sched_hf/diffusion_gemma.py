@@ -72,7 +72,6 @@ from dllm_sched_hf.engine import (
     DecodeOutput,
     NonFiniteLogitsError,
     StepOutOfMemoryError,
-    _first_stop,
     _is_out_of_memory,
 )
 
@@ -784,8 +783,9 @@ class DiffusionGemmaEngine:
         """Return the answer that the row's tokens make, and whether it holds a stop id."""
         start = row.request.prompt_len
         answer = np.array(tokens[start : start + row.request.max_new_tokens], np.int64)
-        stop = _first_stop(answer, row.stop_ids)
-        stopped = stop < len(answer)
+        stops = np.isin(answer, row.stop_ids)
+        stopped = bool(stops.any())
+        stop = int(stops.argmax()) if stopped else len(answer)
         if row.request.truncate_at_stop:
             answer = answer[:stop]
         elif self._pad_token_id is not None:

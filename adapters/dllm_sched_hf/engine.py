@@ -92,6 +92,7 @@ _WIDE_PER_CHUNK = 2**23
 
 _PHASES = (Phase.PREFILL, Phase.REFRESH, Phase.REUSE)
 _CODES = {phase: code for code, phase in enumerate(_PHASES)}
+_AGAIN_OR_NOT = _CODES[Phase.REFRESH], _CODES[Phase.REUSE]
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -174,6 +175,7 @@ class _Tenant:
     request: DecodeRequest
     trace: list[dict[str, Any]] | None
     knobs: Knobs | None = None  #: last seen
+    given: tuple[Knobs, Knobs] | None = None  #: its own and the batch's that gave those
 
 
 _Found = Tensor | tuple[NDArray[Any], Ints]
@@ -288,10 +290,7 @@ class DecodingEngine:
                 base.config, max_num_seqs, self.max_len, device=weight.device, dtype=weight.dtype
             )
         self._layers = () if self._cache is None else self._cache.layers
-        # Row u says what may be seen by who sees the first ``max_len - u`` positions.
-        bias = torch.zeros(2 * self.max_len, device=weight.device, dtype=weight.dtype)
-        bias[self.max_len :] = -math.inf
-        self._bias = bias.as_strided((self.max_len + 1, self.max_len), (1, 1))
+        self._bias, self._bias_on_host = _bias_rows(self.max_len, weight)
         self._compiled: Any = torch.compile(base.forward_packed) if compile_forward else None
         self._split_cells = _SPLIT_CELLS.get(weight.device.type, _SPLIT_CELLS["cuda"])
         self._on_host = weight.device.type == "cpu"
@@ -410,7 +409,7 @@ class DecodingEngine:
         decoder = self._decoder
         tokens = decoder.generated(slot)[: tenant.request.max_new_tokens]
         if tenant.request.truncate_at_stop:
-            tokens = tokens[: _first_stop(tokens, decoder.stop_ids[slot])]
+            tokens = tokens[: int(decoder.stop_at[slot]) - tenant.request.prompt_len]
         masked = tokens == self.mask_token_id
         gap = max(start, int(masked.argmax())) if masked.any() else len(tokens)
         rest = (None if token == self.mask_token_id else token for token in tokens[gap:].tolist())
@@ -442,7 +441,6 @@ class DecodingEngine:
         self.launch(batch)
         return self.collect()
 
-    @torch.inference_mode()
     def launch(self, batch: StepBatch) -> None:
         """Start a step, without waiting for the device; or take it, if one is running.
 
@@ -462,7 +460,6 @@ class DecodingEngine:
         else:
             raise EngineProtocolError("launch: two steps are on their way: collect one")
 
-    @torch.inference_mode()
     def collect(self) -> StepOutcome:
         """Wait for the oldest step that was launched and return what happened; as :meth:`run`.
 
@@ -498,7 +495,8 @@ class DecodingEngine:
         plan, ranges = self._group(slots)
         began = self._clock() if self._clock else 0.0
         try:
-            found = self._start(plan, ranges, copied)
+            with torch.inference_mode():
+                found = self._start(plan, ranges, copied)
         except BaseException as error:
             self._tell_fault(error, batch, slots)
             raise
@@ -617,30 +615,35 @@ class DecodingEngine:
         """
         if not failed and self._last_batch[0] is batch.rows and self._last_batch[1] is batch.knobs:
             return self._slots
-        lost = {row.slot for row in failed}
+        lost = {row.slot for row in failed} | self._over
         slots = []
         for row in batch.rows:
-            if row.slot in lost or row.slot in self._over:
+            slot = row.slot
+            if slot in lost:
                 continue
-            tenant = self._tenants[row.slot]
+            tenant = self._tenants[slot]
             if tenant is None or tenant.request is not row.request:
                 raise EngineProtocolError(
                     f"slot {row.slot}: the batch has request {row.request.id!r} there, which never "
                     "joined or was released"
                 )
+            own, whole = tenant.given or (None, None)
+            if own is row.knobs and whole is batch.knobs:
+                slots.append(slot)
+                continue
             try:
                 check_knobs(
                     f"request {row.request.id!r}: knobs", self.decoder_type.knobs, row.knobs
                 )
             except ConfigError as error:
                 # Its slot stays its own until release(): if this step fails, it comes again.
-                failed.append(RowFailed(row.slot, error))
+                failed.append(RowFailed(slot, error))
                 continue
-            self._apply(
-                row.slot, tenant, {**batch.knobs, **row.knobs} if batch.knobs else row.knobs
-            )
-            slots.append(row.slot)
-        self._slots = np.sort(np.array(slots, np.int64))
+            self._apply(slot, tenant, {**batch.knobs, **row.knobs} if batch.knobs else row.knobs)
+            tenant.given = (row.knobs, batch.knobs)
+            slots.append(slot)
+        slots.sort()
+        self._slots = np.array(slots, np.int64)
         self._last_batch = (batch.rows, batch.knobs) if not failed else ((), NO_KNOBS)
         return self._slots
 
@@ -757,24 +760,32 @@ class DecodingEngine:
 
     def _layout(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> PackedLayout:
         """Lay out the forward, of whose hidden states only those of masked positions are wanted."""
-        write_index = wanted = wanted_groups = None
-        if self._cache is not None:
-            write_index = self._upload(plan.slots[plan.row] * self.max_len + plan.position)
-        queries = plan.end - plan.start
-        groups = self._groups(plan, ranges, queries, plan.visible)
+        groups = self._groups(plan, ranges, plan.end - plan.start, plan.visible)
+        wanted = wanted_groups = None
         index = plan.masked
         if plan.guide is not None:
             index = np.append(index, plan.guide[plan.guide >= 0])
         if len(index) < len(plan.token):
             wanted = self._upload(index)
-            if not self._pads:
-                left = np.bincount(plan.row[index], minlength=len(queries))
-                # What is saved, in cells, against the calls that it takes more.
-                saved = int(((queries - left) * plan.length).sum())
-                again = self._neighbours(plan, left.tolist())
-                if saved > (len(again) - len(ranges)) * self._split_cells and left.min():
-                    wanted_groups = self._groups(plan, again, left, plan.visible[index])
+            # At most so many cells are saved, and a call takes as long as some.
+            saved = (len(plan.token) - len(index)) * max(group.num_keys for group in groups)
+            if saved > self._split_cells and not self._pads:
+                wanted_groups = self._wanted_groups(plan, ranges, index)
+        write_index = None if self._cache is None else self._upload(plan.place)
         return PackedLayout(self._upload(plan.position), write_index, groups, wanted, wanted_groups)
+
+    def _wanted_groups(
+        self, plan: StepPlan, ranges: list[tuple[int, int]], index: Ints
+    ) -> tuple[AttentionGroup, ...] | None:
+        """Lay out the attention of the wanted tokens alone, if that saves more than it takes."""
+        queries = plan.end - plan.start
+        left = np.bincount(plan.row[index], minlength=len(queries))
+        # What is saved, in cells, against the calls that it takes more.
+        saved = int(((queries - left) * plan.length).sum())
+        again = self._neighbours(plan, left.tolist())
+        if saved <= (1 + len(again) - len(ranges)) * self._split_cells or not left.min():
+            return None
+        return self._groups(plan, again, left, plan.visible[index])
 
     def _groups(
         self, plan: StepPlan, ranges: list[tuple[int, int]], queries: Ints, visible: Ints
@@ -787,32 +798,29 @@ class DecodingEngine:
             queries: ``[s]`` of each sequence, in order.
             visible: ``[n]`` each sees the positions below this one.
         """
-        stops = queries.cumsum()
-        starts = stops - queries
-        least = visible[starts].tolist()  # later tokens of a sequence see no less
-        starts, stops = starts.tolist(), stops.tolist()
-        keys = [max(plan.length[low:high].tolist()) for low, high in ranges]
-        blind = [min(least[low:high]) < n for (low, high), n in zip(ranges, keys, strict=True)]
-        unseen = bias = None
-        if any(blind):
-            unseen = self._upload(self.max_len - visible)
-            if not self._pads:
-                most = max(n for n, some in zip(keys, blind, strict=True) if some)
-                bias = self._bias[:, :most].index_select(0, unseen)
-        slots = plan.slots.tolist()
+        edges = [0, *queries.cumsum().tolist()]
+        slots, keys = plan.slots.tolist(), plan.length.tolist()
+        # Later tokens of a sequence see no less than its first one.
+        least = [visible.item(edge) for edge in edges[:-1]]
+        most = [max(keys[low:high]) for low, high in ranges]
+        blind = [min(least[low:high]) < n for (low, high), n in zip(ranges, most, strict=True)]
+        hidden = self.max_len - visible
+        unseen = self._upload(hidden) if any(blind) and self._pads else None
         ends = (plan.end - plan.start).cumsum().tolist() if self._cache is None else []
         groups = []
-        for (low, high), num_keys, some in zip(ranges, keys, blind, strict=True):
-            start, stop = starts[low], stops[high - 1]
-            pad = unpad = mine = None
+        for (low, high), num_keys, some in zip(ranges, most, blind, strict=True):
+            start, stop = edges[low], edges[high]
+            pad = unpad = bias = None
             if self._pads:
                 pad, unpad = self._padding(queries[low:high])
-            if bias is not None and some:
-                mine = bias[start:stop, :num_keys].view(high - low, 1, -1, num_keys)
-            elif unseen is not None and some:
+            if unseen is not None and some:
                 at = unseen[start:stop]
-                mine = self._bias[:, :num_keys][at if pad is None else at[pad].flatten()]
-                mine = mine.view(high - low, 1, -1, num_keys)
+                bias = self._bias[:, :num_keys][at if pad is None else at[pad].flatten()]
+                bias = bias.view(high - low, 1, -1, num_keys)
+            elif some:
+                rows = self._bias_on_host[:, :num_keys].take(hidden[start:stop], 0)
+                rows = rows.reshape(high - low, 1, -1, num_keys)
+                bias = torch.from_numpy(rows).to(self._dtype)
             where: slice | Tensor
             if self._cache is None:
                 where = slice(ends[low - 1] if low else 0, ends[high - 1])
@@ -821,7 +829,7 @@ class DecodingEngine:
             else:
                 where = self._upload(plan.slots[low:high])
             groups.append(
-                AttentionGroup(start, stop, where, num_keys, pad, unpad, high - low, mine)
+                AttentionGroup(start, stop, where, num_keys, pad, unpad, high - low, bias)
             )
         return tuple(groups)
 
@@ -847,12 +855,13 @@ class DecodingEngine:
             ranges: Its groups.
             copied: Places of the cache to be copied in the forward, and where to.
         """
-        slot = plan.slots[plan.row[plan.masked]]
-        temperature = self._decoder.temperature[slot]
-        draws = None
+        decoder, draws = self._decoder, None
+        temperature = decoder.temperature[plan.slots]
         if temperature.any():
-            position, step = plan.position[plan.masked], self._decoder.num_steps[slot]
-            draws = uniform_draws(self._decoder.seed[slot], position, step)
+            row = plan.row[plan.masked]
+            slot, temperature = plan.slots[row], temperature[row]
+            position, step = plan.position[plan.masked], decoder.num_steps[slot]
+            draws = uniform_draws(decoder.seed[slot], position, step)
         if self._graphs is not None:
             drawn = None if draws is None else (temperature, draws)
             replayed = self._graphs.run(plan, drawn, None if copied is None else "shared")
@@ -876,7 +885,7 @@ class DecodingEngine:
         Args:
             plan: The step's.
             layout: Of its forward.
-            temperature: ``[c]`` of each masked position.
+            temperature: ``[c]`` of each masked position, if any is drawn.
             draws: ``[c]`` likewise, or None if none is drawn.
         """
         token = self._upload(plan.token)
@@ -995,11 +1004,12 @@ class DecodingEngine:
         Returns:
             The probability and the token, ``[c]`` each.
         """
-        scores = logits[:, : self.vocab_size].to(self._precision)
-        probability: NDArray[Any] = scores.softmax(-1).numpy()
+        scores = logits[:, : self.vocab_size]
+        probability: NDArray[Any] = scores.softmax(-1, self._precision).numpy()
         probability[:, self.mask_token_id] = -1.0
         token = probability.argmax(1)
-        return probability[np.arange(len(token)), token], token
+        first = np.arange(0, probability.size, probability.shape[1])
+        return probability.reshape(-1)[first + token], token
 
     # -- what happened
 
@@ -1007,7 +1017,7 @@ class DecodingEngine:
         self, plan: StepPlan, confidence: NDArray[Any], failed: list[RowFailed]
     ) -> Bools | None:
         """Take out rows with non-finite logits; return which rows of the plan, if any."""
-        if math.isfinite(confidence.sum()):
+        if math.isfinite(confidence.dot(confidence)):
             return None
         lost = np.zeros(len(plan.slots), np.bool_)
         bad = ~np.isfinite(confidence)
@@ -1046,7 +1056,7 @@ class DecodingEngine:
             end = self._end(int(slots[index]), done=bool(commits.finished[index]))
             if end is not None:
                 finished.append(end)
-        over = {row.slot for row in finished} | {row.slot for row in failed}
+        over = {row.slot for row in (*finished, *failed)}
         if over:
             self._over |= over
             self._last_batch = ((), NO_KNOBS)
@@ -1055,15 +1065,7 @@ class DecodingEngine:
             for slot in slots[commits.grew].tolist()
             if slot not in over
         )
-        coming = 2 - decoder.refreshes(slots)  # codes of REUSE and REFRESH
-        changes = (coming != self._phase[slots]).nonzero()[0]
-        phases = tuple(
-            PhaseChange(int(slots[index]), _PHASES[coming[index]])
-            for index in changes.tolist()
-            if slots[index] not in over
-        )
-        if len(changes):
-            self._phase[slots] = coming
+        phases = self._phase_changes(slots, over)
         masked = None
         if self._report_masked:
             masked = tuple(
@@ -1074,22 +1076,33 @@ class DecodingEngine:
             return NOTHING  # the very object: the scheduler takes its shortest path on it
         return StepOutcome(tuple(finished), boundaries, phases, tuple(failed), masked)
 
+    def _phase_changes(self, slots: Ints, over: set[int]) -> tuple[PhaseChange, ...]:
+        """Say which rows' coming forward is of another kind than this one."""
+        phase = self._phase[slots]
+        if not self._decoder.recomputes and phase.all():  # after their first forward: REUSE
+            return ()
+        coming = np.where(self._decoder.refreshes(slots), *_AGAIN_OR_NOT)
+        changes = (coming != phase).nonzero()[0]
+        self._phase[slots] = coming
+        return tuple(
+            PhaseChange(int(slots[index]), _PHASES[coming[index]])
+            for index in changes.tolist()
+            if slots[index] not in over
+        )
+
     def _end(self, slot: int, *, done: bool) -> RowFinished | None:
         """Return the row's finish if everything it will answer is committed."""
         tenant = self._tenants[slot]
         if tenant is None:
             return None
         request, decoder = tenant.request, self._decoder
-        tokens = decoder.generated(slot)[: request.max_new_tokens]
-        masked = tokens == self.mask_token_id
-        known = int(masked.argmax()) if masked.any() else len(tokens)  # before the first mask
-        stop = _first_stop(tokens[:known], decoder.stop_ids[slot])
+        known = min(decoder.num_known(slot), request.max_new_tokens)
+        stop = int(decoder.stop_at[slot]) - request.prompt_len
         cut_short = stop < known and request.truncate_at_stop
         if not done and not cut_short and known < request.max_new_tokens:
             return None
+        tokens = decoder.generated(slot)[: stop if cut_short else request.max_new_tokens]
         reason = FinishReason.EOS if stop < known else FinishReason.LENGTH
-        if request.truncate_at_stop:
-            tokens = tokens[:stop]
         output = DecodeOutput(
             tuple(tokens.tolist()),
             int(decoder.num_steps[slot]),
@@ -1145,16 +1158,24 @@ def _checked_base(
     return base
 
 
+def _bias_rows(max_len: int, weight: Tensor) -> tuple[Tensor, NDArray[Any]]:
+    """Return what may be seen by who sees the first ``max_len - u`` positions, as row u.
+
+    Returns:
+        ``[max_len + 1, max_len]``, 0 or -inf; and the same for numpy, which takes rows of it in a
+        fraction of the time, in its nearest dtype.
+    """
+    shape, step = (max_len + 1, max_len), (1, 1)  # a row is the one above it, a place on
+    bias = torch.zeros(2 * max_len, device=weight.device, dtype=weight.dtype)
+    bias[max_len:] = -math.inf
+    wide = bias.to("cpu", torch.promote_types(bias.dtype, torch.float32))
+    return bias.as_strided(shape, step), wide.as_strided(shape, step).numpy()
+
+
 def _size_class(plan: StepPlan) -> Floats:
     """Return a number per sequence, alike for those within a factor of four, in cells."""
     cells = (plan.end - plan.start) * plan.length
     return np.floor(np.log2(cells) / 2)
-
-
-def _first_stop(tokens: Ints, stop_ids: Ints) -> int:
-    """Return the index of the first stop id, or the number of tokens."""
-    hits = (tokens[:, None] == stop_ids).any(1)
-    return int(hits.argmax()) if hits.any() else len(tokens)
 
 
 def _is_lost(error: RuntimeError) -> bool:

@@ -61,6 +61,9 @@ _FIXED = {
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
+# Attention of so many queries times keys is small.
+_SMALL = 2**14
+
 
 class LLaDAConfig(PreTrainedConfig):
     """The published LLaDA ``config.json``, key for key.
@@ -351,10 +354,15 @@ class _Rotary(NamedTuple):
 
 
 class _Joined(NamedTuple):
-    """Weights of one block that multiply the same input, behind each other."""
+    """Weights of one block as it multiplies with them, those of one input behind each other.
 
-    qkv: Tensor | None  #: ``[(n_heads + 2 * n_kv_heads) * head_dim, d_model]``; None = with a LoRA
-    ff: Tensor | None  #: ``[2 * mlp_hidden_size, d_model]``
+    Views of the parameters, ``[in, out]``; None = a LoRA is in the way.
+    """
+
+    qkv: Tensor | None  #: ``[d_model, (n_heads + 2 * n_kv_heads) * head_dim]``
+    out: Tensor | None  #: ``[d_model, d_model]``
+    ff: Tensor | None  #: ``[d_model, 2 * mlp_hidden_size]``
+    ff_out: Tensor | None  #: ``[mlp_hidden_size, d_model]``
 
 
 class LLaDABlock(nn.Module):
@@ -393,10 +401,13 @@ class LLaDABlock(nn.Module):
 
         The modules keep their parameters, as views: names, values and memory stay what they were.
         """
-        had = self.joined
-        qkv = _join([self.q_proj, self.k_proj, self.v_proj], had and had.qkv)
-        ff = _join([self.ff_proj, self.up_proj], had and had.ff)
-        self.joined = _Joined(qkv, ff)
+        had = self.joined or _Joined(None, None, None, None)
+        self.joined = _Joined(
+            _join([self.q_proj, self.k_proj, self.v_proj], had.qkv),
+            _join([self.attn_out], had.out),
+            _join([self.ff_proj, self.up_proj], had.ff),
+            _join([self.ff_out], had.ff_out),
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LLaDABlock:  # noqa: FBT001, FBT002 - torch's signature
         self.joined = None  # the parameters are about to move elsewhere
@@ -415,20 +426,17 @@ class LLaDABlock(nn.Module):
             last: Whether no block comes after this one.
         """
         heads, num_kv = self.n_heads, self.n_kv_heads
-        h, joined = self.attn_norm(x), self.joined
-        if joined is None or joined.qkv is None:
+        joined = self.joined or _Joined(None, None, None, None)
+        h = self.attn_norm.forward(x)
+        if joined.qkv is None:
             qkv = torch.cat((self.q_proj(h), self.k_proj(h), self.v_proj(h)), -1)
         else:
-            qkv = F.linear(h, joined.qkv)
+            qkv = torch.mm(h, joined.qkv)
         qkv = qkv.view(-1, heads + 2 * num_kv, self.head_dim)
         rotary.turn_(qkv[:, : heads + num_kv])
         q, kv = qkv.split((heads, 2 * num_kv), 1)
-        if cache is not None and layout.write_index is not None:
-            places = cache.flatten(0, 1)
-            places.index_copy_(0, layout.write_index, kv)
-            if layout.copied is not None:
-                source, target = layout.copied
-                places.index_copy_(0, target, places.index_select(0, source))
+        if cache is not None:
+            _write(cache, kv, layout)
             kv = cache
         groups, wanted = layout.groups, layout.wanted if last else None
         if wanted is not None:
@@ -440,30 +448,44 @@ class LLaDABlock(nn.Module):
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if wanted is not None:
             out = out.index_select(0, wanted)
-        x += self.attn_out(out.flatten(-2))
-        h = self.ff_norm(x)
-        if joined is None or joined.ff is None:
+        out = out.flatten(-2)
+        if joined.out is None:
+            x += self.attn_out(out)
+        else:
+            x.addmm_(out, joined.out)
+        h = self.ff_norm.forward(x)
+        if joined.ff is None:
             gate, up = self.ff_proj(h), self.up_proj(h)
         else:
-            gate, up = F.linear(h, joined.ff).chunk(2, -1)
-        x += self.ff_out(F.silu(gate).mul_(up))
+            gate, up = torch.mm(h, joined.ff).chunk(2, -1)
+        h = F.silu(gate).mul_(up)
+        if joined.ff_out is None:
+            x += self.ff_out(h)
+        else:
+            x.addmm_(h, joined.ff_out)
         return x
 
 
 def _join(linears: list[nn.Module], had: Tensor | None) -> Tensor | None:
-    """Make the weights views of one tensor, and return it; None if one is no plain linear layer."""
+    """Make the weights views of one tensor, and return it transposed.
+
+    Returns:
+        None if one of the modules is no plain linear layer.
+    """
     weights = [x.weight for x in linears if type(x) is nn.Linear]
     if len(weights) < len(linears):
         return None
+    if len(weights) == 1:
+        return weights[0].detach().t()
     sizes = [len(x) for x in weights]
     if had is not None:
-        views = zip(weights, had.split(sizes), strict=True)
+        views = zip(weights, had.t().split(sizes), strict=True)
         if all(weight.data_ptr() == view.data_ptr() for weight, view in views):
             return had
     whole = torch.cat([x.detach() for x in weights])
     for weight, view in zip(weights, whole.split(sizes), strict=True):
         weight.data = view
-    return whole
+    return whole.t()
 
 
 class LLaDATransformer(nn.Module):
@@ -629,11 +651,21 @@ class LLaDAModelLM(PreTrainedModel):
         for number, block in enumerate(parts.blocks):
             layer = None if cache is None else cache.layers[number]
             x = block.forward_packed(x, rotary, layout, layer, last=number == top)
-        return parts.ln_f(x)
+        return parts.ln_f.forward(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits ``[..., embedding_size]`` of any final hidden states."""
         return self.model.transformer.ff_out(hidden)
+
+
+def _write(cache: Tensor, kv: Tensor, layout: PackedLayout) -> None:
+    """Put new keys and values where they belong in a layer's cache, and copy what is shared."""
+    places = cache.flatten(0, 1)
+    if layout.write_index is not None:
+        places.index_copy_(0, layout.write_index, kv)
+    if layout.copied is not None:
+        source, target = layout.copied
+        places.index_copy_(0, target, places.index_select(0, source))
 
 
 def _attend_group(
@@ -643,9 +675,11 @@ def _attend_group(
 
     Keys and values are a layer's cache, or those of the new tokens.
     """
-    q = q[group.start : group.stop]
     heads, head_dim = q.shape[1:]
     share = heads // kv_heads
+    if cached and share == 1 and group.pad is None and isinstance(group.slots, slice):
+        return _attend_in_place(group, q, kv)
+    q = q[group.start : group.stop]
     if cached:
         kv = kv[group.slots, : group.num_keys]
     elif group.pad is None:
@@ -669,3 +703,35 @@ def _attend_group(
         out = out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4)
     out = out.reshape(-1, heads, head_dim)
     return out if group.unpad is None else out[group.unpad]
+
+
+def _attend_in_place(group: AttentionGroup, q: Tensor, kv: Tensor) -> Tensor:
+    """Do the same where every row's queries and keys lie at regular distances already.
+
+    A view of them costs one call instead of four, and this is asked for in every layer.
+    """
+    rows, num_keys = group.num_rows, group.num_keys
+    heads, head_dim = q.shape[1:]
+    length = (group.stop - group.start) // rows
+    far, near, head, _ = kv.stride()
+    first = kv.storage_offset() + group.slots.start * far
+    shape, stride = (rows, heads, num_keys, head_dim), (far, head, near, 1)
+    keys = kv.as_strided(shape, stride, first)
+    values = kv.as_strided(shape, stride, first + heads * head)
+    near, head, _ = q.stride()
+    q = q.as_strided(
+        (rows, heads, length, head_dim),
+        (length * near, head, near, 1),
+        q.storage_offset() + group.start * near,
+    )
+    if rows > 1 or length * num_keys > _SMALL or not q.is_cpu:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.bias)
+        return out.transpose(1, 2).reshape(-1, heads, head_dim)
+    # A CPU does three plain products faster than it starts its fused kernel.
+    q, keys, values = q[0], keys[0].transpose(1, 2), values[0]
+    scale = head_dim**-0.5
+    if group.bias is None:
+        scores = torch.bmm(q, keys).mul_(scale)
+    else:
+        scores = torch.baddbmm(group.bias[0], q, keys, alpha=scale)
+    return torch.bmm(scores.softmax(-1), values).transpose(0, 1).reshape(-1, heads, head_dim)
