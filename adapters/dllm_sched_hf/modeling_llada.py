@@ -303,20 +303,31 @@ class LLaDARMSNorm(nn.Module):
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
-        self._eps: Tensor | None = None
         self.weight = nn.Parameter(torch.ones(config.d_model))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed ``x`` (``[..., d_model]``) in its own dtype."""
-        if x.is_cpu and x.dtype == torch.float32 and not torch.is_grad_enabled():
-            # There rms_norm is a chain of nine operations; this is one of five.
-            if self._eps is None:
-                self._eps = torch.full((1,), self.eps)
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            mean_square = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1])
-            return mean_square.rsqrt_().mul(x).mul_(self.weight)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
+
+
+class _Norm(NamedTuple):
+    """The same norm for serving, without the look-ups of a module."""
+
+    weight: Tensor  #: ``[d_model]``
+    eps: float
+    shift: Tensor  #: that, as a float32 tensor ``[1]`` on the CPU
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normed ``x`` (``[tokens, d_model]``) in its own dtype."""
+        width = x.shape[-1]
+        if x.is_cpu and x.dtype == torch.float32:
+            # There rms_norm is a chain of nine operations; this is one of five.
+            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            mean_square = torch.addcmul(self.shift, norm, norm, value=1 / width)
+            return mean_square.rsqrt_().mul(x).mul_(self.weight)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.weight * F.rms_norm(wide, (width,), eps=self.eps).to(x.dtype)
 
 
 class _Rotary(NamedTuple):
@@ -326,17 +337,18 @@ class _Rotary(NamedTuple):
     sin: Tensor
 
     @classmethod
-    def table(cls, length: int, frequency: Tensor) -> _Rotary:
-        """Return those of the first ``length`` positions, in float32."""
+    def table(cls, length: int, frequency: Tensor) -> Tensor:
+        """Return those of the first ``length`` positions, float32 ``[length, 2, 1, head_dim]``."""
         angle = torch.arange(length, device=frequency.device)[:, None] * frequency
         sin, cos = angle.sin(), angle.cos()
         # The half-split layout turns the pairs (j, j + head_dim / 2).
-        return cls(torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None])
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)[:, :, None]
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> _Rotary:
+    @classmethod
+    def at(cls, table: Tensor, positions: Tensor, dtype: torch.dtype) -> _Rotary:
         """Return those of some positions for queries and keys of a dtype."""
         wide = torch.promote_types(dtype, torch.float32)
-        return _Rotary(*(x.index_select(0, positions).to(wide) for x in self))
+        return cls(*table.index_select(0, positions).to(wide).unbind(1))
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``; back in its own dtype."""
@@ -359,8 +371,10 @@ class _Joined(NamedTuple):
     Views of the parameters, ``[in, out]``; None = a LoRA is in the way.
     """
 
+    attn_norm: _Norm
     qkv: Tensor | None  #: ``[d_model, (n_heads + 2 * n_kv_heads) * head_dim]``
     out: Tensor | None  #: ``[d_model, d_model]``
+    ff_norm: _Norm
     ff: Tensor | None  #: ``[d_model, 2 * mlp_hidden_size]``
     ff_out: Tensor | None  #: ``[mlp_hidden_size, d_model]``
 
@@ -396,18 +410,21 @@ class LLaDABlock(nn.Module):
         h = self.ff_norm(x)
         return x + self.ff_out(F.silu(self.ff_proj(h)) * self.up_proj(h))
 
-    def join_weights(self) -> None:
+    def join_weights(self) -> _Joined:
         """Lay weights that multiply the same input behind each other, if they are not yet.
 
         The modules keep their parameters, as views: names, values and memory stay what they were.
         """
-        had = self.joined or _Joined(None, None, None, None)
+        had = self.joined
         self.joined = _Joined(
-            _join([self.q_proj, self.k_proj, self.v_proj], had.qkv),
-            _join([self.attn_out], had.out),
-            _join([self.ff_proj, self.up_proj], had.ff),
-            _join([self.ff_out], had.ff_out),
+            _serving(self.attn_norm),
+            _join([self.q_proj, self.k_proj, self.v_proj], had and had.qkv),
+            _join([self.attn_out], had and had.out),
+            _serving(self.ff_norm),
+            _join([self.ff_proj, self.up_proj], had and had.ff),
+            _join([self.ff_out], had and had.ff_out),
         )
+        return self.joined
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LLaDABlock:  # noqa: FBT001, FBT002 - torch's signature
         self.joined = None  # the parameters are about to move elsewhere
@@ -426,15 +443,15 @@ class LLaDABlock(nn.Module):
             last: Whether no block comes after this one.
         """
         heads, num_kv = self.n_heads, self.n_kv_heads
-        joined = self.joined or _Joined(None, None, None, None)
-        h = self.attn_norm.forward(x)
+        joined = self.joined or self.join_weights()
+        h = joined.attn_norm(x)
         if joined.qkv is None:
             qkv = torch.cat((self.q_proj(h), self.k_proj(h), self.v_proj(h)), -1)
         else:
             qkv = torch.mm(h, joined.qkv)
-        qkv = qkv.view(-1, heads + 2 * num_kv, self.head_dim)
+        q = qkv = qkv.view(-1, heads + 2 * num_kv, self.head_dim)
         rotary.turn_(qkv[:, : heads + num_kv])
-        q, kv = qkv.split((heads, 2 * num_kv), 1)
+        kv = qkv[:, heads:]
         if cache is not None:
             _write(cache, kv, layout)
             kv = cache
@@ -443,17 +460,15 @@ class LLaDABlock(nn.Module):
             x = x.index_select(0, wanted)
             if layout.wanted_groups is not None:
                 q, groups, wanted = q.index_select(0, wanted), layout.wanted_groups, None
-        cached = kv is cache
-        outs = [_attend_group(group, q, kv, num_kv, cached=cached) for group in groups]
+        outs = [_attend_group(group, q, kv, heads, cached=kv is cache) for group in groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if wanted is not None:
             out = out.index_select(0, wanted)
-        out = out.flatten(-2)
         if joined.out is None:
             x += self.attn_out(out)
         else:
             x.addmm_(out, joined.out)
-        h = self.ff_norm.forward(x)
+        h = joined.ff_norm(x)
         if joined.ff is None:
             gate, up = self.ff_proj(h), self.up_proj(h)
         else:
@@ -464,6 +479,11 @@ class LLaDABlock(nn.Module):
         else:
             x.addmm_(h, joined.ff_out)
         return x
+
+
+def _serving(norm: LLaDARMSNorm) -> _Norm:
+    shift = torch.full((1,), norm.eps, dtype=torch.float32, device="cpu")
+    return _Norm(norm.weight.detach(), norm.eps, shift)
 
 
 def _join(linears: list[nn.Module], had: Tensor | None) -> Tensor | None:
@@ -523,7 +543,7 @@ class LLaDAModelLM(PreTrainedModel):
     def __init__(self, config: LLaDAConfig) -> None:
         super().__init__(config)
         self.model = LLaDAModel(config)
-        self._turns: _Rotary | None = None
+        self._turns: Tensor | None = None  # of positions, as many as anybody has asked for
         self.post_init()
 
     def _rotary(self, positions: Tensor, dtype: torch.dtype, length: int = 0) -> _Rotary:
@@ -531,12 +551,12 @@ class LLaDAModelLM(PreTrainedModel):
         # Made when first used, never a module buffer: buffers that no checkpoint holds are what
         # loading on the meta device breaks.
         turns, length = self._turns, max(length, self.config.max_sequence_length)
-        if turns is None or turns.cos.device != positions.device or len(turns.cos) < length:
+        if turns is None or turns.device != positions.device or len(turns) < length:
             head_dim = self.config.head_dim
             even = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
             frequency = 1.0 / self.config.rope_theta ** (even / head_dim)
             self._turns = turns = _Rotary.table(length, frequency)
-        return turns.at(positions, dtype)
+        return _Rotary.at(turns, positions, dtype)
 
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the token embedding."""
@@ -644,13 +664,12 @@ class LLaDAModelLM(PreTrainedModel):
             selection of them. Linear layers cost O(tokens), attention O(padded group sizes).
         """
         parts = self.model.transformer
-        x = parts.wte(input_ids)
+        x = parts.wte.weight.index_select(0, input_ids)
         rotary = self._rotary(layout.positions, x.dtype)
-        top = len(parts.blocks) - 1
-        block: Any
-        for number, block in enumerate(parts.blocks):
-            layer = None if cache is None else cache.layers[number]
-            x = block.forward_packed(x, rotary, layout, layer, last=number == top)
+        blocks: list[Any] = list(parts.blocks)
+        for number, block in enumerate(blocks, 1 - len(blocks)):
+            layer = None if cache is None else cache.layers[number - 1]
+            x = block.forward_packed(x, rotary, layout, layer, last=number == 0)
         return parts.ln_f.forward(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -669,69 +688,62 @@ def _write(cache: Tensor, kv: Tensor, layout: PackedLayout) -> None:
 
 
 def _attend_group(
-    group: AttentionGroup, q: Tensor, kv: Tensor, kv_heads: int, *, cached: bool
+    group: AttentionGroup, q: Tensor, kv: Tensor, heads: int, *, cached: bool
 ) -> Tensor:
-    """Attend for one group of rows; ``[stop - start, heads, head_dim]``.
+    """Attend for one group of rows; ``[stop - start, heads * head_dim]``.
 
-    Keys and values are a layer's cache, or those of the new tokens.
+    Args:
+        group: The group.
+        q: ``[tokens, >= heads, head_dim]``, queries first.
+        kv: A layer's cache, or the keys and values of the new tokens.
+        heads: Of the queries.
+        cached: Whether it is the cache.
     """
-    heads, head_dim = q.shape[1:]
-    share = heads // kv_heads
-    if cached and share == 1 and group.pad is None and isinstance(group.slots, slice):
-        return _attend_in_place(group, q, kv)
-    q = q[group.start : group.stop]
-    if cached:
+    kv_heads, head_dim = kv.shape[-2] // 2, kv.shape[-1]
+    rows, share, bias = group.num_rows, heads // kv_heads, group.bias
+    if group.pad is not None:
+        q = q[group.start : group.stop, :heads][group.pad]  # [g, max_q, heads, head_dim]
+        length, near, head = q.shape[1], *q.stride()[1:3]
+        far, start = q.stride(0), q.storage_offset()
+    else:
+        length = (group.stop - group.start) // rows
+        near, head, _ = q.stride()
+        far, start = length * near, q.storage_offset() + group.start * near
+    # Query heads that share a key head become more queries of that head: no key is copied. A view
+    # that says all at once takes one call instead of four, and this runs in every layer.
+    q = q.as_strided(
+        (rows, kv_heads, share, length, head_dim), (far, share * head, head, near, 1), start
+    )
+    q = q.reshape(rows, kv_heads, share * length, head_dim)
+    if bias is not None and share > 1:
+        bias = bias.repeat(1, 1, share, 1)
+    keys, values = _keys_and_values(group, kv, cached=cached)
+    if rows > 1 or length * group.num_keys > _SMALL or not q.is_cpu:
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+    else:  # a CPU does plain products faster than it starts its fused kernel
+        scale = head_dim**-0.5
+        if bias is None:
+            scores = torch.bmm(q[0], keys[0].transpose(1, 2)).mul_(scale)
+        else:
+            scores = torch.baddbmm(bias[0], q[0], keys[0].transpose(1, 2), alpha=scale)
+        out = torch.bmm(scores.softmax(-1), values[0])
+    out = out.view(rows, heads, length, head_dim).transpose(1, 2).reshape(-1, heads * head_dim)
+    return out if group.unpad is None else out[group.unpad]
+
+
+def _keys_and_values(group: AttentionGroup, kv: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
+    """Return those of a group's rows, ``[g, kv_heads, num_keys, head_dim]`` each."""
+    if not isinstance(group.slots, slice):
         kv = kv[group.slots, : group.num_keys]
+    elif cached:
+        kv = kv[group.slots]
     elif group.pad is None:
         kv = kv[group.slots].unflatten(0, (group.num_rows, -1))
     else:
         kv = kv[group.slots][group.pad]
-    if group.pad is not None:
-        q = q[group.pad]  # [g, max_q, heads, head_dim]
-    bias = group.bias
-    if share == 1:
-        q = q.reshape(group.num_rows, -1, heads, head_dim).transpose(1, 2)
-    else:  # query heads that share a key head become more queries of that head: no key is copied
-        q = q.reshape(group.num_rows, -1, kv_heads, share, head_dim).permute(0, 2, 3, 1, 4)
-        q = q.flatten(2, 3)
-        bias = None if bias is None else bias.repeat(1, 1, share, 1)
-    keys, values = kv.transpose(1, 2).split(kv_heads, 1)
-    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
-    if share == 1:
-        out = out.transpose(1, 2)
-    else:
-        out = out.unflatten(2, (share, -1)).permute(0, 3, 1, 2, 4)
-    out = out.reshape(-1, heads, head_dim)
-    return out if group.unpad is None else out[group.unpad]
-
-
-def _attend_in_place(group: AttentionGroup, q: Tensor, kv: Tensor) -> Tensor:
-    """Do the same where every row's queries and keys lie at regular distances already.
-
-    A view of them costs one call instead of four, and this is asked for in every layer.
-    """
-    rows, num_keys = group.num_rows, group.num_keys
-    heads, head_dim = q.shape[1:]
-    length = (group.stop - group.start) // rows
+    kv_heads = kv.shape[-2] // 2
+    shape = (group.num_rows, kv_heads, group.num_keys, kv.shape[-1])
     far, near, head, _ = kv.stride()
-    first = kv.storage_offset() + group.slots.start * far
-    shape, stride = (rows, heads, num_keys, head_dim), (far, head, near, 1)
-    keys = kv.as_strided(shape, stride, first)
-    values = kv.as_strided(shape, stride, first + heads * head)
-    near, head, _ = q.stride()
-    q = q.as_strided(
-        (rows, heads, length, head_dim),
-        (length * near, head, near, 1),
-        q.storage_offset() + group.start * near,
-    )
-    if rows > 1 or length * num_keys > _SMALL or not q.is_cpu:
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.bias)
-        return out.transpose(1, 2).reshape(-1, heads, head_dim)
-    # A CPU does three plain products faster than it starts its fused kernel.
-    q, keys, values = q[0], keys[0].transpose(1, 2), values[0]
-    scale = head_dim**-0.5
-    if group.bias is None:
-        scores = torch.bmm(q, keys).mul_(scale)
-    else:
-        scores = torch.baddbmm(group.bias[0], q, keys, alpha=scale)
-    return torch.bmm(scores.softmax(-1), values).transpose(0, 1).reshape(-1, heads, head_dim)
+    start = kv.storage_offset()
+    keys = kv.as_strided(shape, (far, head, near, 1), start)
+    return keys, kv.as_strided(shape, (far, head, near, 1), start + kv_heads * head)
