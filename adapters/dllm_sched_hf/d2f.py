@@ -90,8 +90,8 @@ class D2FPlan(StepPlan):
     num_blocks: Ints  #: ``[r]`` appended blocks, this step's included
     settled: Ints  #: ``[r]`` end of the finished blocks, which this forward runs from final tokens
     masked_place: Ints  #: ``[c]``
-    starts: Bools  #: ``[c]`` the first of its block
-    head: Ints  #: ``[h]`` where those are among the c masked positions
+    starts: Bools  #: ``[c + 1]`` the first of its block; and the end
+    edges: Ints  #: ``[h + 1]`` where those are
     block: Ints  #: ``[h]`` the block, as an index into the flat ``left``
     ready: Bools  #: ``[h]`` it is fully activated: may be forced to commit
 
@@ -165,9 +165,10 @@ class D2F(Decoder):
         masked = (token == self.mask_id).nonzero()[0]  # no prompt holds one
         masked_place = place[masked]
         block = self._block[masked_place]
-        starts = run_starts(block)
-        head = starts.nonzero()[0]
-        block = block[head]
+        starts = np.ones(len(block) + 1, np.bool_)
+        np.not_equal(block[1:], block[:-1], out=starts[1:-1])
+        edges = starts.nonzero()[0]
+        block = block[edges[:-1]]
         # Activate, for good, every block whose direct predecessor is decoded far enough.
         slot = block // width
         length = self.block_length[slot]
@@ -189,38 +190,40 @@ class D2F(Decoder):
             settled=settled,
             masked_place=masked_place,
             starts=starts,
-            head=head,
+            edges=edges,
             block=block,
             ready=ready,
         )
 
     def commit(self, plan: D2FPlan, confidence: NDArray[np.float32], token: Ints) -> Commits:
         """Commit what is confident enough, and the best position of a ready block without any."""
-        slots, head, block = plan.slots, plan.head, plan.block
-        passes = confidence > self.skip_threshold[plan.masked_place // self.max_len]
-        number = np.add.reduceat(passes, head, dtype=np.int64)
+        slots, block, masked_place = plan.slots, plan.block, plan.masked_place
+        passes = confidence > self.skip_threshold[masked_place // self.max_len]
+        chosen = passes.nonzero()[0]
+        below = chosen.searchsorted(plan.edges)
+        number = below[1:] - below[:-1]
         # A ready block in which nothing passed commits its best position.
         force = plan.ready & (number == 0)
-        forced = head[:0]
-        if force.any():
-            run = plan.starts.cumsum()
+        forced = chosen[:0]
+        if np.count_nonzero(force):  # any() takes four times as long
+            run = plan.starts[:-1].cumsum()
             run -= 1
-            best = np.maximum.reduceat(confidence, head)
+            best = np.maximum.reduceat(confidence, plan.edges[:-1])
             forced = ((confidence == best[run]) & force[run]).nonzero()[0]
             forced = forced[run_starts(run[forced])]  # the first, if several tie
             passes[forced] = True
+            chosen = passes.nonzero()[0]
             number += force
-        chosen = passes.nonzero()[0]
 
         left = self.left.reshape(-1)
         remaining = left[block] - number
         left[block] = remaining
         self.ready.reshape(-1)[block] = plan.ready
         self.num_blocks[slots], self.cached[slots] = plan.num_blocks, plan.settled
-        stopped = self._write(slots, plan.masked_place[chosen], token[chosen])
+        stopped = self._write(slots, masked_place[chosen], token[chosen])
         if stopped is not None:
             self.most_blocks[stopped] = self.num_blocks[stopped]
-        if remaining.all():
+        if np.count_nonzero(remaining) == len(remaining):
             none = np.zeros(len(slots), np.bool_)
             return Commits(chosen, none, none, forced)
         num_finished = (self.left[slots, 1:] != 0).argmax(1)

@@ -450,7 +450,7 @@ class Decoder(abc.ABC):
         """
         self._tokens[place] = token
         self.num_steps[slots] += 1
-        if not self._stops.take(token, mode="clip").any():
+        if not np.count_nonzero(self._stops.take(token, mode="clip")):
             return None
         slot = place // self.max_len
         stops = (token[:, None] == self.stop_ids[slot]).any(1)

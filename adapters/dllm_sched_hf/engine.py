@@ -857,7 +857,7 @@ class DecodingEngine:
         """
         decoder, draws = self._decoder, None
         temperature = decoder.temperature[plan.slots]
-        if temperature.any():
+        if np.count_nonzero(temperature):
             row = plan.row[plan.masked]
             slot, temperature = plan.slots[row], temperature[row]
             position, step = plan.position[plan.masked], decoder.num_steps[slot]
@@ -1079,7 +1079,8 @@ class DecodingEngine:
     def _phase_changes(self, slots: Ints, over: set[int]) -> tuple[PhaseChange, ...]:
         """Say which rows' coming forward is of another kind than this one."""
         phase = self._phase[slots]
-        if not self._decoder.recomputes and phase.all():  # after their first forward: REUSE
+        # After its first forward a row reuses, and may do nothing else from there on.
+        if not self._decoder.recomputes and np.count_nonzero(phase) == len(phase):
             return ()
         coming = np.where(self._decoder.refreshes(slots), *_AGAIN_OR_NOT)
         changes = (coming != phase).nonzero()[0]

@@ -664,7 +664,7 @@ class LLaDAModelLM(PreTrainedModel):
             selection of them. Linear layers cost O(tokens), attention O(padded group sizes).
         """
         parts = self.model.transformer
-        x = parts.wte.weight.index_select(0, input_ids)
+        x = parts.wte(input_ids)
         rotary = self._rotary(layout.positions, x.dtype)
         blocks: list[Any] = list(parts.blocks)
         for number, block in enumerate(blocks, 1 - len(blocks)):
