@@ -431,10 +431,9 @@ class Decoder(abc.ABC):
     def _pack(self, slots: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
         """Lay sequences behind each other; return row, position and place of each token."""
         if len(slots) == 1:  # one request alone waits for nothing but this
-            low, high = start.item(), end.item()
-            base = slots.item() * self.max_len
+            low, high, first = start.item(), end.item(), slots.item() * self.max_len
             row = np.zeros(high - low, np.int64)
-            return row, self._places[low:high], self._places[base + low : base + high]
+            return row, self._places[low:high], self._places[first + low : first + high]
         count = end - start
         row = np.arange(len(slots)).repeat(count)
         base = slots * self.max_len

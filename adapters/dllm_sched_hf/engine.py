@@ -1056,7 +1056,7 @@ class DecodingEngine:
             end = self._end(int(slots[index]), done=bool(commits.finished[index]))
             if end is not None:
                 finished.append(end)
-        over = {row.slot for row in (*finished, *failed)}
+        over = {row.slot for row in finished} | {row.slot for row in failed}
         if over:
             self._over |= over
             self._last_batch = ((), NO_KNOBS)

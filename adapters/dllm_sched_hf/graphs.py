@@ -271,7 +271,7 @@ class StepGraphs:
         token, position, write_index, unseen, unpad = packed[:, :num]
         token[:] = plan.token
         position[:] = plan.position
-        np.add((plan.slots * self._max_len)[plan.row], plan.position, out=write_index)
+        write_index[:] = plan.place
         np.subtract(self._max_len, plan.visible, out=unseen)
         if bucket.rows > 1:
             count = plan.end - plan.start

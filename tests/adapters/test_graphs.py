@@ -314,8 +314,8 @@ def plan_of(queries, lengths, masked, slots=None):
     zeros = np.zeros(len(row), np.int64)
     return StepPlan(
         slots=np.array(range(len(queries)) if slots is None else slots), start=lengths - queries,
-        end=lengths, length=lengths, row=row, position=zeros, token=zeros, visible=zeros,
-        masked=np.arange(masked),
+        end=lengths, length=lengths, row=row, position=zeros, place=zeros, token=zeros,
+        visible=zeros, masked=np.arange(masked),
     )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def test_no_product_of_a_forward_is_left_out(script, options):
         with script.Products() as noted:
             script.again(calls)
         whole = products(calls)
-    assert products(noted.calls) == whole
+        assert products(noted.calls) == whole
     assert sum(whole.values()) > 3 * 4  # layers, each with no fewer than four
 
 
