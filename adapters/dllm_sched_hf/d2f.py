@@ -90,8 +90,7 @@ class D2FPlan(StepPlan):
     num_blocks: Ints  #: ``[r]`` appended blocks, this step's included
     settled: Ints  #: ``[r]`` end of the finished blocks, which this forward runs from final tokens
     masked_place: Ints  #: ``[c]``
-    starts: Bools  #: ``[c + 1]`` the first of its block; and the end
-    edges: Ints  #: ``[h + 1]`` where those are
+    edges: Ints  #: ``[h + 1]`` where each block begins among the c, and c
     block: Ints  #: ``[h]`` the block, as an index into the flat ``left``
     ready: Bools  #: ``[h]`` it is fully activated: may be forced to commit
 
@@ -189,7 +188,6 @@ class D2F(Decoder):
             num_blocks=num_blocks,
             settled=settled,
             masked_place=masked_place,
-            starts=starts,
             edges=edges,
             block=block,
             ready=ready,
@@ -206,11 +204,12 @@ class D2F(Decoder):
         force = plan.ready & (number == 0)
         forced = chosen[:0]
         if np.count_nonzero(force):  # any() takes four times as long
-            run = plan.starts[:-1].cumsum()
-            run -= 1
             best = np.maximum.reduceat(confidence, plan.edges[:-1])
-            forced = ((confidence == best[run]) & force[run]).nonzero()[0]
-            forced = forced[run_starts(run[forced])]  # the first, if several tie
+            best[~force] = 2.0  # nobody's
+            best = best.repeat(plan.edges[1:] - plan.edges[:-1])
+            forced = (confidence == best).nonzero()[0]
+            if len(forced) > np.count_nonzero(force):  # some tie: the first of each block
+                forced = forced[run_starts(self._block[masked_place[forced]])]
             passes[forced] = True
             chosen = passes.nonzero()[0]
             number += force

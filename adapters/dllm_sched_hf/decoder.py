@@ -444,21 +444,30 @@ class Decoder(abc.ABC):
     def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints | None:
         """Write committed tokens ``[k]`` and count the step of ``slots``.
 
+        Args:
+            slots: ``[r]`` of the step.
+            place: ``[k]``, row by row, ascending in each.
+            token: ``[k]``
+
         Returns:
-            Slots that have come upon a stop id, perhaps several times; None = no slot has.
+            Slots that have come upon a stop id; None = no slot has.
         """
         self._tokens[place] = token
         self.num_steps[slots] += 1
-        if not np.count_nonzero(self._stops.take(token, mode="clip")):
+        at = self._stops.take(token, mode="clip").nonzero()[0]
+        if len(at) == 0:
             return None
+        place = place[at]
         slot = place // self.max_len
-        stops = (token[:, None] == self.stop_ids[slot]).any(1)
-        if not stops.any():
+        stops = (token[at][:, None] == self.stop_ids[slot]).nonzero()[0]
+        if len(stops) == 0:
             return None
-        slot = slot[stops]
-        np.minimum.at(self.stop_at, slot, place[stops] - slot * self.max_len)
-        first = slot[self.stop_step[slot] == 0]
-        self.stop_step[first] = self.num_steps[first]
+        slot, place = slot[stops], place[stops]
+        first = run_starts(slot)  # a row's tokens lie together, in order
+        slot, place = slot[first], place[first]
+        self.stop_at[slot] = np.minimum(self.stop_at[slot], place - slot * self.max_len)
+        new = slot[self.stop_step[slot] == 0]
+        self.stop_step[new] = self.num_steps[new]
         self.early[slot] |= self.truncates[slot]
         return slot
 
