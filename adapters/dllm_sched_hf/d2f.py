@@ -126,6 +126,7 @@ class D2F(Decoder):
         # Of every place: the block it is in, as an index into the flat ``left``; and the end of it.
         self._block: Ints = np.zeros(num_slots * max_len, np.int64)
         self._visible: Ints = np.zeros(num_slots * max_len, np.int64)
+        self._seen = self._block[:0], self._visible[:0]  # places of the last step, and their ends
 
     def start(self, slot: int, request: D2FRequest, stop_ids: Sequence[int] = ()) -> None:
         """Put a fresh row into ``slot``; its knobs are set separately."""
@@ -160,6 +161,8 @@ class D2F(Decoder):
         num_blocks = num_blocks + ((num_blocks < most) & (ratio >= self.block_add_threshold[slots]))
         end = prompt_len + num_blocks * length
         row, position, place = self._pack(slots, cached, end)
+        if place is not self._seen[0]:
+            self._seen = place, self._visible[place]
         token = self._tokens[place]
         masked = (token == self.mask_id).nonzero()[0]  # no prompt holds one
         masked_place = place[masked]
@@ -182,7 +185,7 @@ class D2F(Decoder):
             position=position,
             place=place,
             token=token,
-            visible=self._visible[place],
+            visible=self._seen[1],
             masked=masked,
             num_finished=num_finished,
             num_blocks=num_blocks,

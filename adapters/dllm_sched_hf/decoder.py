@@ -246,7 +246,9 @@ class StepPlan:
     length: Ints  #: ``[s]`` positions that may be attended to, at most
     row: Ints  #: ``[n]`` sequence of each token, ascending
     position: Ints  #: ``[n]`` its position in the sequence
-    place: Ints  #: ``[n]`` ``slot * max_len + position``, also of second sequences
+    place: Ints
+    """``[n]`` ``slot * max_len + position``, also of second sequences; the very array of the step
+    before if that ran the same positions of the same rows."""
     token: Ints  #: ``[n]`` its id
     visible: Ints
     """``[n]`` it attends to the positions below this one; never less than the tokens of the same
@@ -305,6 +307,8 @@ class Decoder(abc.ABC):
         self.tokens: Ints = np.full((num_slots, max_len), mask_id)
         self._tokens = self.tokens.reshape(-1)  # the same memory, by place
         self._places = np.arange(num_slots * max_len)
+        # The last step's slots, starts and ends, and how its tokens lie.
+        self._packed: tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints]] | None = None
         ints = np.zeros((6, num_slots), np.int64)
         self.prompt_len, self.block_length, self.seed, self.num_steps = ints[:4]
         # Step of the first stop id that came, 0 = none yet; position of the first there is.
@@ -325,6 +329,7 @@ class Decoder(abc.ABC):
             extra = len(stop_ids) - self.stop_ids.shape[1]
             filler = np.full((len(self.stop_ids), extra), -1)
             self.stop_ids = np.hstack((self.stop_ids, filler))
+        self._packed = None  # other rows lie where those lay
         self.tokens[slot] = self.mask_id
         self.tokens[slot, : request.prompt_len] = request.prompt
         self.prompt_len[slot] = request.prompt_len
@@ -429,17 +434,27 @@ class Decoder(abc.ABC):
     # -- for subclasses
 
     def _pack(self, slots: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
-        """Lay sequences behind each other; return row, position and place of each token."""
+        """Lay sequences behind each other; return row, position and place of each token.
+
+        They are the very same arrays as in the step before if that ran the same positions.
+        """
+        if self._packed is not None:
+            of, start_then, end_then, found = self._packed
+            if slots is of and (start == start_then).all() and (end == end_then).all():
+                return found
         if len(slots) == 1:  # one request alone waits for nothing but this
             low, high, first = start.item(), end.item(), slots.item() * self.max_len
-            row = np.zeros(high - low, np.int64)
-            return row, self._places[low:high], self._places[first + low : first + high]
-        count = end - start
-        row = np.arange(len(slots)).repeat(count)
-        base = slots * self.max_len
-        place = (base + start + count - count.cumsum())[row]
-        place += np.arange(len(row))
-        return row, place - base[row], place
+            row, position = np.zeros(high - low, np.int64), self._places[low:high]
+            place = self._places[first + low : first + high]
+        else:
+            count = end - start
+            row = np.arange(len(slots)).repeat(count)
+            base = slots * self.max_len
+            place = (base + start + count - count.cumsum())[row]
+            place += np.arange(len(row))
+            position = place - base[row]
+        self._packed = slots, start, end, (row, position, place)
+        return row, position, place
 
     def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints | None:
         """Write committed tokens ``[k]`` and count the step of ``slots``.

@@ -321,6 +321,14 @@ class DecodingEngine:
         self._kept: dict[Request, _Kept] = {}
         self._last_batch: tuple[tuple[Row, ...], Knobs] = ((), NO_KNOBS)
         self._slots: Ints = np.empty(0, np.int64)
+        # Places of the last step that ran without a graph, and what they make of its layout.
+        none: tuple[AttentionGroup, ...] = ()
+        self._laid_out: tuple[Ints, Tensor, Tensor | None, tuple[AttentionGroup, ...]] = (
+            self._slots,
+            torch.empty(0),
+            None,
+            none,
+        )
 
     # -- requests
 
@@ -760,7 +768,12 @@ class DecodingEngine:
 
     def _layout(self, plan: StepPlan, ranges: list[tuple[int, int]]) -> PackedLayout:
         """Lay out the forward, of whose hidden states only those of masked positions are wanted."""
-        groups = self._groups(plan, ranges, plan.end - plan.start, plan.visible)
+        place, positions, write_index, groups = self._laid_out
+        if place is not plan.place:
+            groups = self._groups(plan, ranges, plan.end - plan.start, plan.visible)
+            positions = self._upload(plan.position)
+            write_index = None if self._cache is None else self._upload(plan.place)
+            self._laid_out = plan.place, positions, write_index, groups
         wanted = wanted_groups = None
         index = plan.masked
         if plan.guide is not None:
@@ -771,8 +784,7 @@ class DecodingEngine:
             saved = (len(plan.token) - len(index)) * max(group.num_keys for group in groups)
             if saved > self._split_cells and not self._pads:
                 wanted_groups = self._wanted_groups(plan, ranges, index)
-        write_index = None if self._cache is None else self._upload(plan.place)
-        return PackedLayout(self._upload(plan.position), write_index, groups, wanted, wanted_groups)
+        return PackedLayout(positions, write_index, groups, wanted, wanted_groups)
 
     def _wanted_groups(
         self, plan: StepPlan, ranges: list[tuple[int, int]], index: Ints

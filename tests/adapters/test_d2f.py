@@ -165,3 +165,35 @@ def test_draws_are_pinned():
         "0.613975652167",
         "0.039007122935",
     ]
+
+
+def test_places_are_those_of_the_step_before_only_while_the_same_rows_run_the_same_positions():
+    states = _states(_row([1, 2], 4, 2), add=0.5, tau=1.0)
+    slots = np.zeros(1, np.int64)
+
+    def step(number):
+        plan = states.plan(slots)
+        confidence = np.zeros(len(plan.masked), np.float32)
+        confidence[:number] = 0.95
+        states.commit(plan, confidence, np.ones(len(plan.masked), np.int64))
+        return plan
+
+    first, second, third, fourth = (step(number) for number in (1, 1, 1, 1))
+    assert first.place.tolist() == [0, 1, 2, 3, 4, 5]
+    assert second.place.tolist() == [2, 3, 4, 5], "the prompt is cached"
+    assert third.place.tolist() == list(range(2, 10)), "a block was appended"
+    assert fourth.place is third.place
+    assert fourth.visible is third.visible
+    # The same positions in the same slot, of a row whose blocks end elsewhere.
+    states.start(0, _row([1, 2], 2, 4))
+    states.set_prompt_cached(0, cached=True)
+    for _ in range(4):
+        plan = step(2)
+    assert plan.place.tolist() == [6, 7, 8, 9]
+    assert plan.visible.tolist() == [8, 8, 10, 10]
+    states.start(0, _row([1] * 6, 4, 1))
+    states.set_prompt_cached(0, cached=True)
+    again = states.plan(slots)
+    assert again.place is not plan.place
+    assert again.place.tolist() == [6, 7, 8, 9]
+    assert again.visible.tolist() == [10, 10, 10, 10]

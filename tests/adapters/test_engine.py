@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import re
@@ -212,6 +213,30 @@ def test_one_forward_and_one_copy_back_per_step(
     assert len(forwards) == engine.num_forwards == drive.step_id
     assert len(copies) == (0 if on_host else drive.step_id), "a CPU has nothing to copy"
     assert reads == []
+
+
+@pytest.mark.parametrize("name", ["d2f_defaults_forced_only_b32", "d2f_gqa_train_b16"])
+def test_attention_is_laid_out_anew_only_when_other_positions_run(
+    name, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch
+):
+    stored = record(name)
+    engine = golden_engine(stored, 1)
+    laid_out, groups = [], engine._groups
+
+    def counted(plan, ranges, queries, visible):
+        laid_out.extend([plan.place] * (visible is plan.visible))  # not of wanted tokens alone
+        return groups(plan, ranges, queries, visible)
+
+    monkeypatch.setattr(engine, "_groups", counted)
+    for entry in stored["requests"][:3]:
+        laid_out.clear()
+        drive = loop(engine)
+        drive.join(0, golden_request(stored, entry))
+        drive.run()
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
+        ran = [(step["start"], step["len"]) for step in entry["trace"]]
+        moves = sum(new != old for old, new in itertools.pairwise(ran))
+        assert len(laid_out) == moves + 1 < len(ran)
 
 
 @pytest.mark.parametrize("name", DECODERS)
