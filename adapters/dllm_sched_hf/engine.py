@@ -651,7 +651,8 @@ class DecodingEngine:
             tenant.given = (row.knobs, batch.knobs)
             slots.append(slot)
         slots.sort()
-        self._slots = np.array(slots, np.int64)
+        if slots != self._slots.tolist():  # by the very array a decoder knows its last step
+            self._slots = np.array(slots, np.int64)
         self._last_batch = (batch.rows, batch.knobs) if not failed else ((), NO_KNOBS)
         return self._slots
 
