@@ -440,7 +440,8 @@ class Decoder(abc.ABC):
         """
         if self._packed is not None:
             of, start_then, end_then, found = self._packed
-            if slots is of and (start == start_then).all() and (end == end_then).all():
+            moved = slots is not of or np.count_nonzero((start != start_then) | (end != end_then))
+            if not moved:
                 return found
         if len(slots) == 1:  # one request alone waits for nothing but this
             low, high, first = start.item(), end.item(), slots.item() * self.max_len
