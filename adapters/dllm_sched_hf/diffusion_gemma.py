@@ -522,8 +522,9 @@ class DiffusionGemmaEngine:
         release without a slot says that it never will.
         """
         for gone in released:
-            if gone.slot is None:
+            if not gone.kept:  # also of a row whose step failed before it was resumed
                 self._kept.pop(gone.request, None)
+            if gone.slot is None:
                 continue
             row = self._tenants[gone.slot]
             if row is None or row.request is not gone.request:

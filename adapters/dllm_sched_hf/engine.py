@@ -311,7 +311,8 @@ class DecodingEngine:
                 capture=capture,
             )
         self.graph_stats = None if self._graphs is None else self._graphs.stats
-        self._flight: _Flight | Exception | None = None  # the step that runs, or why it does not
+        # The step that runs, or why it does not.
+        self._flight: _Flight | BaseException | None = None
         self._behind: StepBatch | None = None
         self._lost: RuntimeError | None = None
         self._phase = np.zeros(max_num_seqs, np.int64)  # of each row's coming step, as last told
@@ -479,13 +480,13 @@ class DecodingEngine:
         if flight is None:
             raise EngineProtocolError("collect: no step was launched")
         self._flight = self._behind = None
-        if isinstance(flight, Exception):
+        if isinstance(flight, BaseException):
             raise flight
         outcome = self._complete(flight)
         if behind is not None:
             try:
                 self._flight = self._begin(behind)
-            except Exception as error:  # noqa: BLE001 - of that step, and told when it is collected
+            except BaseException as error:  # noqa: BLE001 - told when that step is collected
                 self._flight = error
         return outcome
 
@@ -561,8 +562,9 @@ class DecodingEngine:
         if not released:
             return
         for gone in released:
-            if gone.slot is None:
+            if not gone.kept:  # also of a row whose step failed before it was resumed
                 self._kept.pop(gone.request, None)
+            if gone.slot is None:
                 continue
             tenant = self._tenants[gone.slot]
             if tenant is None or tenant.request is not gone.request:

@@ -182,8 +182,9 @@ class FakeEngine:
     def release(self, released: Sequence[Released]) -> None:
         """Take slots back; keep the progress of rows that will resume it. O(released)."""
         for gone in released:
-            if gone.slot is None:
+            if not gone.kept:  # also of a row whose step failed before it was resumed
                 self._kept.pop(gone.request.id, None)
+            if gone.slot is None:
                 continue
             tenant = self._tenants[gone.slot]
             if tenant is not None and tenant.request is gone.request:

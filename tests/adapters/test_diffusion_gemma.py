@@ -378,6 +378,12 @@ def test_progress_of_a_request_that_is_dropped_is_dropped(model, loop):
     assert list(engine._kept) == [request]
     engine.release([Released(None, request, FinishReason.CANCELLED)])
     assert not engine._kept
+    drive.join(0, request)
+    drive.step()
+    drive.leave(0, kept=True)
+    # Or it has a slot again, but the step that was to resume it failed before anybody was placed.
+    engine.release([Released(0, request, FinishReason.CANCELLED)])
+    assert not engine._kept
     drive.join(0, request, resumed=True)
     with pytest.raises(EngineProtocolError, match="keeps no progress"):
         drive.step()

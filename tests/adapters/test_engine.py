@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dllm_sched import Scheduler
-from dllm_sched.batch import NOTHING, Released, Row, StepBatch
+from dllm_sched.batch import NO_KNOBS, NOTHING, Released, Row, StepBatch
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.policies import presets
 from dllm_sched.request import FinishReason, Phase, Request
@@ -337,6 +337,26 @@ def test_progress_of_a_request_that_is_dropped_is_dropped(record, golden_request
     drive.leave(0, kept=True)
     assert list(engine._kept) == [request]
     engine.release([Released(None, request, FinishReason.CANCELLED)])
+    assert not engine._kept
+
+
+def test_progress_is_dropped_with_a_slot_that_it_never_came_back_to(
+    record, golden_request, model, loop
+):
+    """The step that was to resume it failed before anybody was placed, and then it is cancelled."""
+    stored = record("d2f_train_b16")
+    engine = D2FEngine(model(), max_num_seqs=1)
+    drive = loop(engine)
+    request = golden_request(stored, stored["requests"][0])
+    drive.join(0, request)
+    drive.step()
+    drive.leave(0, kept=True)
+    row = Row(0, request, Phase.REUSE, 0, NO_KNOBS, resumed=True)
+    with pytest.raises(ConfigError, match="unknown"):
+        engine.run(StepBatch(1, 0.0, (row,), (row,), {"nobody knows": 1.0}))
+    engine.release([Released(0, request, None, kept=True)])
+    assert list(engine._kept) == [request], "sent back once more"
+    engine.release([Released(0, request, FinishReason.CANCELLED)])
     assert not engine._kept
 
 

@@ -119,6 +119,51 @@ def test_the_forward_behind_starts_before_a_step_is_told(record, golden_request,
     assert engine.num_forwards == 2
 
 
+def test_an_interrupt_of_the_step_behind_loses_nothing_of_the_one_before(
+    record, golden_request, golden_engine, assert_recorded, monkeypatch
+):
+    stored = record("d2f_gqa_aggressive_b16")
+    entries = stored["requests"][:3]
+    engine = golden_engine(stored, 2)
+    forward, calls = engine.model.forward_packed, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) % 5 == 0:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    monkeypatch.setattr(engine.model, "forward_packed", interrupted)
+    scheduler = Scheduler(capacity=engine.capacity(), max_in_flight=2)
+    ends, flights, num_interrupts = {}, [], 0
+
+    def tell(update):
+        engine.release(update.released)
+        ends.update({end.request.id: end for end in update.finished})
+
+    for entry in entries:
+        scheduler.submit(golden_request(stored, entry), now=0.0)
+    while scheduler.has_work():
+        update = scheduler.next_step(now=0.0)
+        tell(update)
+        try:
+            if update.batch is not None:
+                flights.append(update.batch)
+                engine.launch(update.batch)
+            if update.batch is None or len(flights) == 2:
+                outcome = engine.collect()
+                tell(scheduler.complete_step(flights.pop(0), outcome, now=0.0))
+        except KeyboardInterrupt as error:  # everybody stays and goes on
+            num_interrupts += 1
+            tell(scheduler.fail_step(flights[0], error, rows={}, now=0.0))
+            flights.clear()
+    for entry in entries:
+        end = ends[str(entry["id"])]
+        assert_recorded(end.output, entry)
+        assert end.num_steps == end.output.num_forwards, "every step was told"
+    assert num_interrupts > 3
+
+
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_out_of_memory_takes_along_the_step_behind_and_loses_nobody(
     ahead, record, golden_request, golden_engine, assert_recorded, monkeypatch

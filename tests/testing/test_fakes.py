@@ -142,6 +142,11 @@ def test_kept_progress_is_resumed_or_dropped():
     engine.release([Released(0, one, None, kept=True)])
     engine.release([Released(None, one, FinishReason.CANCELLED)])
     assert engine.held == frozenset()
+    engine.run(batch(row(one), joined=(row(one),)))
+    engine.release([Released(0, one, None, kept=True)])
+    # It has a slot again, but the step that was to resume it never ran.
+    engine.release([Released(0, one, FinishReason.CANCELLED)])
+    assert engine.held == frozenset()
     with pytest.raises(EngineProtocolError, match="no progress"):
         engine.run(batch(resumed, joined=(resumed,)))
 
