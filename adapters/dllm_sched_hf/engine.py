@@ -956,26 +956,22 @@ class DecodingEngine:
         logits[at] = second + weight * (logits[at] - second)
 
     def _read_greedy(self, logits: Tensor) -> Tensor:
-        """Read out the most probable tokens, a part of the vocabulary at a time.
+        """Read out the most probable tokens, a part of the positions at a time.
 
         The head's logits stay in the model's dtype: only a part of them is ever widened.
         """
-        part = max(1, _WIDE_PER_CHUNK // len(logits))
-        total = torch.full_like(logits[:, 0], -math.inf, dtype=self._precision)
-        top, token = total, torch.zeros_like(total, dtype=torch.int64)
-        for low in range(0, self.vocab_size, part):
-            scores = logits[:, low : min(low + part, self.vocab_size)].to(self._precision)
-            total = torch.logaddexp(total, scores.logsumexp(-1))
-            if low <= self.mask_token_id < low + part:
-                scores[:, self.mask_token_id - low].fill_(-math.inf)
-            most, at = scores.max(-1)
-            token = torch.where(most > top, at + low, token)
-            top = torch.maximum(top, most)
-        return self._as_bits(top - total, token)
+        part = max(1, _WIDE_PER_CHUNK // self.vocab_size)
+        return torch.cat([self._choose(each) for each in logits.split(part)], 1)
 
-    def _as_bits(self, log_probability: Tensor, token: Any) -> Tensor:
-        confidence = log_probability.exp().clamp(max=1.0)
-        return torch.stack((confidence.view(self._bits), token.to(self._bits)))
+    def _choose(self, logits: Tensor) -> Tensor:
+        # As a host reads it: near 1, where the order of commits is decided, a logarithm is off by
+        # more than probabilities differ.
+        probability = logits[:, : self.vocab_size].softmax(-1, self._precision)
+        probability[:, self.mask_token_id].fill_(-1.0)
+        return self._as_bits(*probability.max(-1))
+
+    def _as_bits(self, probability: Tensor, token: Tensor) -> Tensor:
+        return torch.stack((probability.view(self._bits), token.to(self._bits)))
 
     def _read_out(
         self, logits: Tensor, temperature: NDArray[np.float64], draws: NDArray[np.float64] | None
@@ -1002,14 +998,14 @@ class DecodingEngine:
         hot = temperature > 0
         divisor = torch.where(hot, temperature, 1.0).to(self._precision)
         scores = logits[:, : self.vocab_size].to(self._precision) / divisor[:, None]
-        total = scores.logsumexp(-1)
+        probability = scores.softmax(-1)
         scores[:, self.mask_token_id].fill_(-math.inf)
-        token = scores.argmax(-1)
         # Inverse of the cumulative distribution: one draw per position, not per token.
         steps = scores.double().softmax(-1).cumsum(-1)
         drawn = torch.searchsorted(steps, (draws * steps[:, -1])[:, None], right=True)[:, 0]
-        token = torch.where(hot & (drawn < self.vocab_size), drawn, token)
-        return self._as_bits(scores.gather(1, token[:, None])[:, 0] - total, token)
+        probability[:, self.mask_token_id].fill_(-1.0)
+        token = torch.where(hot & (drawn < self.vocab_size), drawn, probability.argmax(-1))
+        return self._as_bits(probability.gather(1, token[:, None])[:, 0], token)
 
     def _read_on_host(self, logits: Tensor) -> tuple[NDArray[Any], Ints]:
         """Do the same, without draws, in a third of the time where the host has the logits.
