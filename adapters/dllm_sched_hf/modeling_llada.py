@@ -63,6 +63,7 @@ _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 # Attention of so many queries times keys is small.
 _SMALL = 2**14
+_WIDE = {torch.float32, torch.float64}
 
 
 class LLaDAConfig(PreTrainedConfig):
@@ -710,8 +711,9 @@ def _attend_group(
     bias = group.bias
     if bias is not None and share > 1:
         bias = bias.repeat(1, 1, share, 1)
-    if rows == 1 and q.is_cpu and length * group.num_keys <= _SMALL:
-        # A CPU does plain products faster than it starts its fused kernel.
+    if rows == 1 and q.is_cpu and q.dtype in _WIDE and length * group.num_keys <= _SMALL:
+        # A CPU does plain products faster than it starts its fused kernel; but that one keeps half
+        # precision's scores in float32.
         keys, scale = keys[0].transpose(1, 2), head_dim**-0.5
         if bias is None:
             scores = torch.bmm(q[0], keys).mul_(scale)
