@@ -30,9 +30,9 @@ went through forwards though no row needed them (padding, steps of rows that had
 needs is counted from its trace at the largest batch, and exact where answers are alike. ``peak`` is
 the device's; on a CPU that of the whole process, which only grows. ``GPU busy``: the time in which
 any kernel ran, over the wall time of the same steps. Events around a step that ends in a copy back
-would measure its wall time again. ``--graphs`` serves all once more with steps as graphs:
-``captured`` counts graphs, ``replayed`` is the share of steps that ran as one, ``wasted`` their
-padding.
+would measure its wall time again. ``--graphs`` serves all twice more with steps as graphs, and the
+second time, when they have been captured, counts: ``captured`` is their number, ``replayed`` the
+share of steps that ran as one, ``wasted`` their padding.
 """
 
 from __future__ import annotations
@@ -69,7 +69,16 @@ RECORDINGS = (
 )
 MIB = 2**20
 SHARES = ("forward", "decode", "scheduler", "driver")
-GRAPH_FIGURES = ("graph_gain", "graph_captures", "graph_replays", "graph_wasted", "graph_alike")
+GRAPH_FIGURES = (
+    "graph_step_s",
+    "graph_requests_per_s",
+    "graph_gain",
+    "graph_gpu_busy",
+    "graph_captures",
+    "graph_replays",
+    "graph_wasted",
+    "graph_alike",
+)
 PUBLISHED = (
     "Published of LLaDA-8B + D2F on one H200 (arXiv 2608.23807): one request at a time 0.149 "
     "requests/s, 24.1 ms a step, kernels 24.4 % of the wall time; batches of 8 0.916 requests/s = "
@@ -100,7 +109,17 @@ class Run(NamedTuple):
     engine_s: float
     scheduler_s: float
     row_steps: int
-    graphs: Any  # what became of the steps as graphs, or None
+
+
+class GraphRun(NamedTuple):
+    """All requests served once more, with steps as graphs that had been captured before."""
+
+    wall_s: float
+    run: Run
+    captures: int  # before the run, and perhaps a few in it
+    replays: int
+    padding: int
+    gpu_busy: float | None
 
 
 # --- models and requests --------------------------------------------------------------------------
@@ -209,23 +228,32 @@ def workloads(options: argparse.Namespace) -> Iterator[Workload]:
 
 def build(work: Workload, batch_size: int, *, ahead: bool = False, **more: Any) -> tuple[Any, Any]:
     """An engine with so many slots and a scheduler for it."""
-    from dllm_sched import Scheduler, presets
-
     max_len = max(request.max_total_tokens for request in work.requests)
     engine = work.engine_type(
         work.model, max_num_seqs=batch_size, max_len=max_len, clock=perf_counter, **more
     )
-    policy = presets.per_request() if batch_size == 1 else presets.continuous(batch_size)
-    return engine, Scheduler(
-        policy=policy, capacity=engine.capacity(), max_in_flight=2 if ahead else 1
-    )
+    return engine, fresh_scheduler(engine, ahead=ahead)
 
 
-def serve(work: Workload, batch_size: int, **more: Any) -> Run:
+def fresh_scheduler(engine: Any, *, ahead: bool = False) -> Any:
+    """A scheduler for all slots of an engine in which no request is left."""
+    from dllm_sched import Scheduler, presets
+
+    size = engine.max_num_seqs
+    policy = presets.per_request() if size == 1 else presets.continuous(size)
+    return Scheduler(policy=policy, capacity=engine.capacity(), max_in_flight=2 if ahead else 1)
+
+
+def serve(work: Workload, batch_size: int, *, ahead: bool = False, **more: Any) -> Run:
     """Serve all requests through the driver."""
+    return play(work, *build(work, batch_size, ahead=ahead, **more))
+
+
+def play(work: Workload, engine: Any, scheduler: Any) -> Run:
+    """Serve all requests by an engine, which may have served others."""
     from dllm_sched.runtime import Driver
 
-    engine, scheduler = build(work, batch_size, **more)
+    before = engine.num_forwards, engine.num_tokens, engine.forward_s
     outputs: dict[str, Any] = {}
     row_steps = 0
 
@@ -246,15 +274,14 @@ def serve(work: Workload, batch_size: int, **more: Any) -> Run:
             got = list(got) if name == "tokens" else got
             assert got == value, f"{work.name}: request {key}: {name} {value}, got {got}"
     return Run(
-        engine.num_forwards,
-        engine.num_tokens,
-        engine.forward_s,
+        engine.num_forwards - before[0],
+        engine.num_tokens - before[1],
+        engine.forward_s - before[2],
         outputs,
         wall_s,
         report.engine_s,
         report.scheduler_s,
         row_steps,
-        engine.graph_stats,
     )
 
 
@@ -332,13 +359,12 @@ def beside_the_forward_alone(
     return {"alone": statistics.median(alone), "dense": statistics.median(dense)}
 
 
-def gpu_busy(work: Workload, batch_size: int, steps: int) -> float:
+def gpu_busy(work: Workload, engine: Any, scheduler: Any, steps: int) -> float:
     """Return the share of wall time in which the GPU ran anything, over some steps."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
-    engine, scheduler = build(work, batch_size)
     run = loop(engine, scheduler, work.requests)
     next(run)  # the first step warms up
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -374,7 +400,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     traced = serve(work, sizes[-1], trace=True).outputs
     needed = sum(needed_tokens(each, traced[each.id].trace) for each in work.requests)
     runs: dict[int, Run] = {}
-    as_graphs: dict[int, Run] = {}
+    as_graphs: dict[int, GraphRun] = {}
     peaks: dict[int, int] = {}
     for _, size in itertools.product(range(options.rounds), sizes):
         gc.collect()  # the engine before this one, and its cache
@@ -384,8 +410,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
         peaks[size] = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes()
         keep_fastest(runs, size, run)
         if options.graphs:
-            more = {"ahead": options.ahead, "capture": capture(options)}
-            keep_fastest(as_graphs, size, serve(work, size, **more))
+            keep_fastest(as_graphs, size, serve_as_graphs(work, size, options))
     dispatch = runs[1]
     exact = options.dtype == "float64" or (options.dtype == "float32" and work.guarded)
     batches = []
@@ -393,7 +418,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
         run = runs[size]
         every = max(1, min(10, run.forwards // options.samples))
         aside = beside_the_forward_alone(work, size, samples=options.samples, every=every)
-        aside["gpu_busy"] = gpu_busy(work, size, options.samples) if on_gpu else None
+        aside["gpu_busy"] = gpu_busy(work, *build(work, size), options.samples) if on_gpu else None
         alike = sum(run.outputs[key].tokens == out.tokens for key, out in dispatch.outputs.items())
         assert alike == len(work.requests) or not exact, (
             f"{work.name}: {len(work.requests) - alike} answers at batch {size} differ from those "
@@ -409,7 +434,7 @@ def measure(work: Workload, options: argparse.Namespace) -> dict[str, Any]:
     return {"name": work.name, "requests": len(work.requests), "batches": batches}
 
 
-def keep_fastest(runs: dict[int, Run], size: int, run: Run) -> None:
+def keep_fastest(runs: dict[int, Any], size: int, run: Any) -> None:
     if size not in runs or run.wall_s < runs[size].wall_s:
         runs[size] = run
 
@@ -421,17 +446,34 @@ def capture(options: argparse.Namespace) -> Callable[[Any], Any]:
     return capture_cuda if options.device.startswith("cuda") else lambda body, _pool: body
 
 
-def graph_figures(run: Run, again: Run | None) -> dict[str, Any]:
+def serve_as_graphs(work: Workload, batch_size: int, options: argparse.Namespace) -> GraphRun:
+    """Serve all requests twice: graphs are captured in the first run, and the second counts."""
+    engine, scheduler = build(work, batch_size, capture=capture(options))
+    for _ in loop(engine, scheduler, work.requests):
+        pass
+    stats = engine.graph_stats
+    replays, padding = stats.replays, stats.padding
+    run = play(work, engine, fresh_scheduler(engine, ahead=options.ahead))
+    replays, padding = stats.replays - replays, stats.padding - padding
+    busy = None
+    if options.device.startswith("cuda"):
+        busy = gpu_busy(work, engine, fresh_scheduler(engine), options.samples)
+    return GraphRun(run.wall_s, run, stats.captures, replays, padding, busy)
+
+
+def graph_figures(run: Run, again: GraphRun | None) -> dict[str, Any]:
     """What graphs bring: times as fast; how many, the share of steps that ran as one, padding."""
     if again is None:
         return dict.fromkeys(GRAPH_FIGURES)
-    alike = sum(again.outputs[key].tokens == out.tokens for key, out in run.outputs.items())
-    padding = again.graphs.padding
+    alike = sum(again.run.outputs[key].tokens == out.tokens for key, out in run.outputs.items())
     figures = (
+        again.wall_s / again.run.forwards,
+        len(run.outputs) / again.wall_s,
         run.wall_s / again.wall_s,
-        again.graphs.captures,
-        again.graphs.replays / again.forwards,
-        padding / (again.tokens + padding),
+        again.gpu_busy,
+        again.captures,
+        again.replays / again.run.forwards,
+        again.padding / (again.run.tokens + again.padding),
         alike,
     )
     return dict(zip(GRAPH_FIGURES, figures, strict=True))
@@ -578,11 +620,22 @@ def tables(result: dict[str, Any], *, on_gpu: bool) -> None:
         return
     what = "CUDA graphs" if on_gpu else "graphs that are called again, for a CPU captures none"
     print(f"\nWith steps as {what}:\n")
-    print(f"| batch | times as fast | captured | replayed | wasted | alike |\n|{'---|' * 6}")
+    print(
+        f"| batch | ms a step | requests/s | times as fast |{gpu} captured | replayed | wasted | "
+        f"alike |\n|{'---|' * (8 + on_gpu)}"
+    )
     for one in batches:
-        gain, captures, *shares, alike = (one[name] for name in GRAPH_FIGURES)
-        figures = [number(gain, 2), f"{captures}", *map(percent, shares), f"{alike}"]
-        cells = [f"{one['batch_size']}", *figures]
+        cells = [
+            f"{one['batch_size']}",
+            number(one["graph_step_s"] * 1e3, 2),
+            number(one["graph_requests_per_s"], 1 if one["graph_requests_per_s"] > 10 else 3),
+            number(one["graph_gain"], 2),
+            *([percent(one["graph_gpu_busy"])] if on_gpu else []),
+            f"{one['graph_captures']}",
+            percent(one["graph_replays"]),
+            percent(one["graph_wasted"]),
+            f"{one['graph_alike']}",
+        ]
         print(f"| {' | '.join(cells)} |")
 
 
