@@ -548,6 +548,11 @@ class DiffusionGemmaEngine:
         failed = []
         for row in joined:
             slot = row.slot
+            if not 0 <= slot < self.max_num_seqs:
+                raise EngineProtocolError(
+                    f"slot {slot}: request {row.request.id!r} joins there, but this engine has "
+                    f"{self.max_num_seqs} slots: give the scheduler its capacity()"
+                )
             self._over.discard(slot)
             here = self._tenants[slot]
             if row.resumed and here is not None and here.request is row.request:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
 import attrs
@@ -210,7 +211,10 @@ class DecodingEngine:
 
     Args:
         model: A :class:`LLaDAModelLM`, or a PEFT model around one; runs where its weights are and
-            in their dtype.
+            in their dtype, autocast or not, and both stay what they are. It is put into ``eval``
+            mode and must stay there. Between two steps weights may change in place (``copy_``,
+            ``load_state_dict``); after a parameter was given other data (``.data =``,
+            ``assign=True``), or a LoRA was attached, call ``model.join_weights()``.
         max_num_seqs: Slots, >= 1.
         max_len: Tokens a slot can hold, prompt and whole blocks; None = the model's window. The KV
             cache takes ``2 * n_layers * max_num_seqs * max_len * n_kv_heads * head_dim`` values
@@ -329,6 +333,12 @@ class DecodingEngine:
             torch.empty(0),
             None,
             none,
+        )
+
+    def __getstate__(self) -> object:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: its rows and its cache stay "
+            "where they are; build another one on the model"
         )
 
     # -- requests
@@ -500,11 +510,11 @@ class DecodingEngine:
         slots = self._select(batch, failed)
         if len(slots) == 0:
             return _Flight(batch, failed, None, None, 0.0)
-        copied = self._share_prompts(batch.joined, slots)
-        plan, ranges = self._group(slots)
-        began = self._clock() if self._clock else 0.0
         try:
-            with torch.inference_mode():
+            copied = self._share_prompts(batch.joined, slots)
+            plan, ranges = self._group(slots)
+            began = self._clock() if self._clock else 0.0
+            with torch.inference_mode(), _without_autocast(self._device.type):
                 found = self._start(plan, ranges, copied)
         except BaseException as error:
             self._tell_fault(error, batch, slots)
@@ -586,6 +596,11 @@ class DecodingEngine:
         failed = []
         for row in joined:
             slot, request = row.slot, row.request
+            if not 0 <= slot < self.max_num_seqs:
+                raise EngineProtocolError(
+                    f"slot {slot}: request {request.id!r} joins there, but this engine has "
+                    f"{self.max_num_seqs} slots: give the scheduler its capacity()"
+                )
             self._over.discard(slot)
             self._phase[slot] = _CODES[row.phase]
             here = self._tenants[slot]
@@ -1188,6 +1203,12 @@ def _size_class(plan: StepPlan) -> Floats:
     """Return a number per sequence, alike for those within a factor of four, in cells."""
     cells = (plan.end - plan.start) * plan.length
     return np.floor(np.log2(cells) / 2)
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    # To switch off what is off takes twenty times as long as to ask.
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
 
 
 def _is_lost(error: RuntimeError) -> bool:

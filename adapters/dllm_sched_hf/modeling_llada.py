@@ -259,7 +259,8 @@ class KVCache(NamedTuple):
         """Return a zeroed cache of ``2 * n_layers * num_slots * max_len`` key/value vectors."""
         shape = (config.n_layers, num_slots, max_len, 2 * config.n_kv_heads, config.head_dim)
         # Zeros, not garbage: a masked position still enters the products, and 0 * nan is nan.
-        return cls(torch.zeros(shape, device=device, dtype=dtype).unbind(0))
+        with torch.inference_mode(mode=False):  # rows are also written outside of forwards
+            return cls(torch.zeros(shape, device=device, dtype=dtype).unbind(0))
 
 
 class AttentionGroup(NamedTuple):
@@ -427,6 +428,10 @@ class LLaDABlock(nn.Module):
         )
         return self.joined
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy takes along: it joins its own weights."""
+        return {**self.__dict__, "joined": None}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LLaDABlock:  # noqa: FBT001, FBT002 - torch's signature
         self.joined = None  # the parameters are about to move elsewhere
         return super()._apply(fn, recurse)
@@ -503,10 +508,11 @@ def _join(linears: list[nn.Module], had: Tensor | None) -> Tensor | None:
         views = zip(weights, had.t().split(sizes), strict=True)
         if all(weight.data_ptr() == view.data_ptr() for weight, view in views):
             return had
-    whole = torch.cat([x.detach() for x in weights])
-    for weight, view in zip(weights, whole.split(sizes), strict=True):
-        weight.data = view
-    return whole.t()
+    with torch.inference_mode(mode=False):  # weights stay what can be trained and loaded anew
+        whole = torch.cat([x.detach() for x in weights])
+        for weight, view in zip(weights, whole.split(sizes), strict=True):
+            weight.data = view
+        return whole.t()
 
 
 class LLaDATransformer(nn.Module):
@@ -642,7 +648,8 @@ class LLaDAModelLM(PreTrainedModel):
 
         ``forward_packed`` then multiplies once instead of three times and twice. Parameters stay
         what they were, as views, and moving the model undoes it. A LoRA that is not merged keeps
-        its layers apart. While the model serves, do not give a parameter other data.
+        its layers apart. Values may change in place at any time; after a parameter was given other
+        data, or a module took another's place, call this again.
         """
         block: Any
         for block in self.model.transformer.blocks:

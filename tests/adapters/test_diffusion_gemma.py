@@ -756,3 +756,6 @@ def test_slots_are_checked(model):
         engine.progress(1)
     with pytest.raises(EngineProtocolError, match="slot 0: holds no row"):
         engine.progress(0)
+    row = Row(1, request_of(0), Phase.PREFILL, 0)
+    with pytest.raises(EngineProtocolError, match=r"slot 1: .*'r0'.* has 1 slots"):
+        engine.run(StepBatch(0, 0.0, (row,), (row,)))

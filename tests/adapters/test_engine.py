@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import pickle
 import random
 import re
 
@@ -854,6 +855,63 @@ def test_a_row_that_never_joined_is_the_callers_error(model):
     request = engine.request("r", [1, 2], max_new_tokens=8)
     with pytest.raises(EngineProtocolError, match="'r'"):
         engine.run(StepBatch(0, 0.0, (Row(1, request, Phase.PREFILL, 0),)))
+
+
+@pytest.mark.parametrize("slot", [2, -1])
+def test_a_row_in_a_slot_that_the_engine_has_not_is_the_callers_error(slot, model):
+    engine = D2FEngine(model(), max_num_seqs=2)
+    request = engine.request("r", [1, 2], max_new_tokens=8)
+    row = Row(slot, request, Phase.PREFILL, 0)
+    with pytest.raises(EngineProtocolError, match=rf"slot {slot}: .*'r'.* has 2 slots: .*capacity"):
+        engine.run(StepBatch(0, 0.0, (row,), (row,)))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(copied, model):
+    with pytest.raises(
+        TypeError, match=r"a D2FEngine cannot be copied or pickled: .* build another"
+    ):
+        copied(D2FEngine(model(), max_num_seqs=1))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_autocast_of_the_caller_changes_nothing(
+    name, record, golden_request, golden_engine, assert_recorded, loop
+):
+    stored = record(name)
+    drive = loop(golden_engine(stored, 3))
+    for slot, entry in enumerate(stored["requests"][:3]):
+        drive.join(slot, golden_request(stored, entry))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        drive.run()
+        assert torch.is_autocast_enabled("cpu"), "it is the caller's"
+    for entry in stored["requests"][:3]:
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
+
+
+def test_built_in_inference_mode_it_leaves_rows_and_weights_that_can_be_written(
+    record, golden_request, golden_engine, assert_recorded, model, loop
+):
+    stored = record("d2f_gqa_train_b16")
+    net = copy.deepcopy(model(stored["model"], lora=stored["lora"]))
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    with torch.inference_mode():
+        engine = golden_engine(stored, 2, net)
+    entries = stored["requests"][:2]
+    drive = loop(engine)
+    for slot, entry in enumerate(entries):
+        drive.join(slot, golden_request(stored, entry))
+    drive.step()
+    net.to(torch.float64).to(torch.float32)  # weights lie apart again, and the next step joins them
+    drive.step()
+    request = drive.rows[0].request
+    drive.leave(0, kept=True)
+    drive.join(0, request, resumed=True)  # written outside of a forward
+    net.load_state_dict(weights)
+    drive.run()
+    for entry in entries:
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
+    assert all(value.requires_grad_() is value for value in net.parameters())
 
 
 def test_releasing_a_stranger_changes_nothing(model, loop):

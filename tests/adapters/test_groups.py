@@ -99,20 +99,25 @@ def test_without_a_group_or_a_prompt_that_stands_alone_everybody_computes(group,
     assert fast.num_shared_tokens == 0
 
 
-def test_after_a_step_that_failed_the_prompt_is_computed_after_all(net, loop, monkeypatch):
+@pytest.mark.parametrize("where", ["forward", "plan"])
+def test_after_a_step_that_failed_the_prompt_is_computed_after_all(where, net, loop, monkeypatch):
     engine = D2FEngine(net, max_num_seqs=2)
     requests = samples(engine, 2)
-    forward = net.forward_packed
+    owner, name, error = {
+        "forward": (net, "forward_packed", torch.OutOfMemoryError("no room")),
+        "plan": (engine._decoder, "plan", MemoryError("no room on the host")),
+    }[where]
+    works = getattr(owner, name)
 
     def out_of_memory(*args):
-        monkeypatch.setattr(net, "forward_packed", forward)
-        raise torch.OutOfMemoryError("no room")
+        monkeypatch.setattr(owner, name, works)
+        raise error
 
-    monkeypatch.setattr(net, "forward_packed", out_of_memory)
+    monkeypatch.setattr(owner, name, out_of_memory)
     drive = loop(engine)
     drive.join(0, requests[0])
     drive.join(1, requests[1])
-    with pytest.raises(StepOutOfMemoryError):
+    with pytest.raises((StepOutOfMemoryError, MemoryError), match=r"out of memory|no room"):
         drive.step()
     assert engine.num_shared_tokens == 0
     drive.leave(0)  # who had it computed restarts elsewhere

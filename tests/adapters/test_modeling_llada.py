@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -171,3 +173,15 @@ def test_joined_weights_are_the_same_parameters_until_the_model_moves(model, tmp
     assert all(torch.equal(again[key], value) for key, value in net.state_dict().items())
     net.double()
     assert all(block.joined is None for block in net.model.transformer.blocks)
+
+
+def test_a_copy_joins_its_own_weights(model):
+    net = copy.deepcopy(model("tiny_gqa"))
+    net.join_weights()
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):  # noqa: S301 - just made
+        assert all(block.joined is None for block in twin.model.transformer.blocks)
+        twin.join_weights()
+        with torch.no_grad():
+            twin.model.transformer.blocks[0].v_proj.weight.fill_(2.0)
+        assert (twin.model.transformer.blocks[0].joined.qkv[:, -1] == 2.0).all()
+    assert not (net.model.transformer.blocks[0].joined.qkv[:, -1] == 2.0).any()
