@@ -302,6 +302,10 @@ class D2F(Decoder):
         """Return no row: nothing that is cached is ever computed anew."""
         return np.zeros(len(slots), np.bool_)
 
+    def ends_before(self, slots: Ints) -> Ints:
+        """Return the end of each row's first unfinished block: there is a mask before it."""
+        return self.settled[slots] + self.block_length[slots]
+
     def generated(self, slot: int) -> Ints:
         """Return a view of the appended blocks, masks included."""
         start = self.prompt_len[slot]

@@ -311,9 +311,10 @@ class Decoder(abc.ABC):
         self._packed: tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints]] | None = None
         ints = np.zeros((6, num_slots), np.int64)
         self.prompt_len, self.block_length, self.seed, self.num_steps = ints[:4]
-        # Step of the first stop id that came, 0 = none yet; position of the first there is.
+        # Step of the first stop id that came, 0 = none yet; and position of the first there is, or
+        # the end of what is wanted.
         self.stop_step, self.stop_at = ints[4:]
-        # Rows that may have their whole answer before they are finished.
+        # Rows whose answer ends there, finished or not.
         self.early: Bools = np.zeros(num_slots, np.bool_)
         self.temperature: Floats = np.zeros(num_slots)
         self.truncates: Bools = np.zeros(num_slots, np.bool_)
@@ -337,7 +338,8 @@ class Decoder(abc.ABC):
         self.seed[slot] = request.seed
         self.truncates[slot] = request.truncate_at_stop
         self.num_steps[slot] = self.stop_step[slot] = 0
-        self.stop_at[slot], self.early[slot] = self.max_len, False
+        self.stop_at[slot] = request.prompt_len + request.max_new_tokens
+        self.early[slot] = False
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
         if len(stop_ids):
@@ -418,12 +420,23 @@ class Decoder(abc.ABC):
         """Return which rows send their whole sequence through the coming forward."""
 
     @abc.abstractmethod
+    def ends_before(self, slots: Ints) -> Ints:
+        """Return the end of each row's first unfinished block: there is a mask before it."""
+
+    @abc.abstractmethod
     def generated(self, slot: int) -> Ints:
         """Return a view of the row's tokens after the prompt, masks included."""
 
     def masked_remaining(self, slot: int) -> int:
         """Return the positions that this row may still have to commit."""
         return int((self.generated(slot) == self.mask_id).sum())
+
+    def may_end(self, slots: Ints) -> Bools:
+        """Return which unfinished rows may have their whole answer."""
+        may: Bools = self.early[slots]
+        if np.count_nonzero(may):
+            may &= self.stop_at[slots] < self.ends_before(slots)
+        return may
 
     def num_known(self, slot: int) -> int:
         """Return how many tokens of the answer come before its first masked position."""

@@ -326,6 +326,7 @@ class DecodingEngine:
         self._kept: dict[Request, _Kept] = {}
         self._last_batch: tuple[tuple[Row, ...], Knobs] = ((), NO_KNOBS)
         self._slots: Ints = np.empty(0, np.int64)
+        self._first = self._slots  # where the predictions of each position begin, of all in a row
         # Places of the last step that ran without a graph, and what they make of its layout.
         none: tuple[AttentionGroup, ...] = ()
         self._laid_out: tuple[Ints, Tensor, Tensor | None, tuple[AttentionGroup, ...]] = (
@@ -834,8 +835,14 @@ class DecodingEngine:
         least = [visible.item(edge) for edge in edges[:-1]]
         most = [max(keys[low:high]) for low, high in ranges]
         blind = [min(least[low:high]) < n for (low, high), n in zip(ranges, most, strict=True)]
-        hidden = self.max_len - visible
-        unseen = self._upload(hidden) if any(blind) and self._pads else None
+        unseen = rows = None
+        if any(blind):
+            hidden = self.max_len - visible
+            if self._pads:
+                unseen = self._upload(hidden)
+            else:
+                width = max(n for n, some in zip(most, blind, strict=True) if some)
+                rows = self._bias_on_host[:, :width].take(hidden, 0)
         ends = (plan.end - plan.start).cumsum().tolist() if self._cache is None else []
         groups = []
         for (low, high), num_keys, some in zip(ranges, most, blind, strict=True):
@@ -847,10 +854,11 @@ class DecodingEngine:
                 at = unseen[start:stop]
                 bias = self._bias[:, :num_keys][at if pad is None else at[pad].flatten()]
                 bias = bias.view(high - low, 1, -1, num_keys)
-            elif some:
-                rows = self._bias_on_host[:, :num_keys].take(hidden[start:stop], 0)
-                rows = rows.reshape(high - low, 1, -1, num_keys)
-                bias = torch.from_numpy(rows).to(self._dtype)
+            elif rows is not None and some:
+                own = rows[start:stop, :num_keys].reshape(high - low, 1, -1, num_keys)
+                bias = torch.from_numpy(own)
+                if bias.dtype != self._dtype:
+                    bias = bias.to(self._dtype)
             where: slice | Tensor
             if self._cache is None:
                 where = slice(ends[low - 1] if low else 0, ends[high - 1])
@@ -1032,10 +1040,13 @@ class DecodingEngine:
         """
         scores = logits[:, : self.vocab_size]
         probability: NDArray[Any] = scores.softmax(-1, self._precision).numpy()
-        probability[:, self.mask_token_id] = -1.0
         token = probability.argmax(1)
-        first = np.arange(0, probability.size, probability.shape[1])
-        return probability.reshape(-1)[first + token], token
+        if np.count_nonzero(token == self.mask_token_id):
+            probability[:, self.mask_token_id] = -1.0
+            token = probability.argmax(1)
+        if len(token) > len(self._first):
+            self._first = np.arange(0, probability.size, probability.shape[1])
+        return probability.reshape(-1)[self._first[: len(token)] + token], token
 
     # -- what happened
 
@@ -1074,7 +1085,7 @@ class DecodingEngine:
         failed: list[RowFailed],
     ) -> StepOutcome:
         decoder, slots = self._decoder, plan.slots
-        may_end = commits.finished | decoder.early[slots]
+        may_end = commits.finished | decoder.may_end(slots)
         if lost is not None:
             may_end &= ~lost
         finished = []
