@@ -677,13 +677,13 @@ def plot(results: Sequence[dict[str, Any]], path: str) -> None:
 
 def sizes(text: str) -> list[int]:
     found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
+    if not 1 <= min(found) <= max(found) <= 4096:
         raise ValueError
     return found
 
 
 def positive(text: str) -> int:
-    if int(text) < 1:
+    if not 1 <= int(text) < 2**31:
         raise ValueError
     return int(text)
 
@@ -695,7 +695,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--toy", action="store_true", help="llada-8b-shape in a size for any CPU")
     add("--recordings", default=RECORDINGS[0], help="of golden, with commas between, or all")
     add("--device", default="cpu", help="cpu, cuda, ...; default: cpu")
-    add("--dtype", help="default: bfloat16 for llada-8b-shape on cuda, else float32")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    usual = "default: bfloat16 for llada-8b-shape on cuda, else float32"
+    add("--dtype", choices=dtypes, help=usual)
     add("--batch-sizes", type=sizes, default=[1, 2, 4, 8, 16, 32, 64], help="1 always runs")
     add("--requests", type=positive, help="default: 192 (box), all (golden), 64, 8 (toy)")
     add("--ahead", action="store_true", help="plan and launch a step while one runs")
@@ -736,10 +738,15 @@ def main() -> None:
     options = parse_args()
     import torch
 
+    from dllm_sched.errors import ConfigError
+    from dllm_sched_hf.loading import resolve_device
+
     torch.set_num_threads(options.threads)
-    on_gpu = options.device.startswith("cuda")
-    if on_gpu and not torch.cuda.is_available():
-        sys.exit(f"error: --device {options.device}: torch sees no such device here")
+    try:
+        on_gpu = resolve_device(options.device).type == "cuda"
+    except ConfigError as error:
+        print(f"error: --device: {error}", file=sys.stderr)
+        sys.exit(2)
     facts = machine(options)
     if not options.json:
         print(", ".join(f"{name} {value}" for name, value in facts.items() if value is not None))

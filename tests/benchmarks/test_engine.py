@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
@@ -205,11 +205,17 @@ def test_kernels_that_run_at_once_count_once(spans, length, script):
         ("--toy", "--toy goes with"),
         ("--recordings nothing", "'nothing' is none"),
         ("--batch-sizes 0", "invalid sizes value"),
+        ("--batch-sizes 1,99999999999", "invalid sizes value"),
+        ("--threads 1000000000000", "invalid positive value"),
+        ("--dtype float7", "invalid choice: 'float7'"),
+        ("--device nothing", "'nothing' is not a torch device"),
+        ("--device cuda", "'cuda' is not available here"),
         ("--rounds 0", "invalid positive value"),
     ],
 )
 def test_arguments_that_cannot_work(arguments, message, script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["engine.py", *arguments.split()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stopped:
         script.main()
     assert stopped.value.code == 2
