@@ -388,8 +388,8 @@ class DecodingEngine:
                 f"{where}: prompt of {request.prompt_len} and max_new_tokens "
                 f"{shown(request.max_new_tokens)} in {shown(request.max_blocks)} blocks of "
                 f"{shown(request.block_length)} need {shown(request.max_total_tokens)} "
-                f"positions, but max_len is {self.max_len}: shorten the prompt or lower "
-                "max_new_tokens"
+                f"positions, but max_len is {self.max_len}: shorten the prompt, or lower "
+                "max_new_tokens or block_length"
             )
         return request
 
