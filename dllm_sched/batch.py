@@ -154,7 +154,8 @@ class Released(NamedTuple):
     """A slot came back; told exactly once per slot given.
 
     With ``slot`` None: a request that was preempted with its progress kept will not resume it
-    (it ended while it waited, or starts over); what the engine put aside for it can go.
+    (it ended while it waited, or starts over); what the engine put aside for it can go. It also can
+    with any release that is not ``kept``: a step that was to resume the row may never have run.
     """
 
     slot: int | None

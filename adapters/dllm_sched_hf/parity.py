@@ -137,7 +137,7 @@ def check_directory(
 
     Args:
         directory: Files of the golden format and the checkpoints that they name.
-        batch_size: Slots of the mixed batches, >= 1.
+        batch_size: Slots of the mixed batches, 1 to 4096.
         policy: ``block_refill``, ``continuous``, ``fixed_fill`` or ``per_request``.
         device: None = CUDA if present, else CPU.
         dtype: To compute in.
@@ -148,8 +148,8 @@ def check_directory(
     """
     if policy not in _POLICIES:
         raise ConfigError(f"policy: {policy!r} is not one of {', '.join(_POLICIES)}")
-    if batch_size < 1:
-        raise ConfigError(f"batch-size: must be >= 1, got {batch_size}")
+    if not 1 <= batch_size <= 4096:  # more rows than anybody has recorded, and they take memory
+        raise ConfigError(f"batch-size: must be in 1..4096, got {batch_size}")
     root = Path(directory)
     if not root.is_dir():
         raise ConfigError(f"{root}: no such directory")

@@ -309,6 +309,7 @@ def test_unusable_files_and_arguments_are_errors(folder, tmp_path, capsys):
         ([str(path / "other")], "config.json: kind"),
         ([str(path), "--policy", "best"], "'best' is not one of"),
         ([str(path), "--batch-size", "0"], "batch-size"),
+        ([str(path), "--batch-size", "99999999999"], "batch-size: must be in 1..4096"),
         ([str(path), "--device", "nowhere"], "nowhere"),
         ([str(path), "--dtype", "int3"], "int3"),
     ):
