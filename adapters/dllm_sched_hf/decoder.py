@@ -307,8 +307,8 @@ class Decoder(abc.ABC):
         self.tokens: Ints = np.full((num_slots, max_len), mask_id)
         self._tokens = self.tokens.reshape(-1)  # the same memory, by place
         self._places = np.arange(num_slots * max_len)
-        # The last step's slots, starts and ends, and how its tokens lie.
-        self._packed: tuple[Ints, Ints, Ints, tuple[Ints, Ints, Ints]] | None = None
+        # The last step's slots, their starts and ends as bytes, and how its tokens lie.
+        self._packed: tuple[Ints, tuple[bytes, bytes], tuple[Ints, Ints, Ints]] | None = None
         ints = np.zeros((6, num_slots), np.int64)
         self.prompt_len, self.block_length, self.seed, self.num_steps = ints[:4]
         # Step of the first stop id that came, 0 = none yet; and position of the first there is, or
@@ -451,10 +451,10 @@ class Decoder(abc.ABC):
 
         They are the very same arrays as in the step before if that ran the same positions.
         """
+        ran = start.tobytes(), end.tobytes()
         if self._packed is not None:
-            of, start_then, end_then, found = self._packed
-            moved = slots is not of or np.count_nonzero((start != start_then) | (end != end_then))
-            if not moved:
+            of, ran_then, found = self._packed
+            if slots is of and ran == ran_then:
                 return found
         if len(slots) == 1:  # one request alone waits for nothing but this
             low, high, first = start.item(), end.item(), slots.item() * self.max_len
@@ -467,7 +467,7 @@ class Decoder(abc.ABC):
             place = (base + start + count - count.cumsum())[row]
             place += np.arange(len(row))
             position = place - base[row]
-        self._packed = slots, start, end, (row, position, place)
+        self._packed = slots, ran, (row, position, place)
         return row, position, place
 
     def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints | None:
