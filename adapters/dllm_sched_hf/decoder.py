@@ -13,7 +13,7 @@ This is integer work on small arrays and it runs in numpy on the host, not in to
 the host needs its result before it can shape the next forward, one copy of the predictions has to
 come back in any case, a numpy call on arrays this small costs a half to a tenth of a torch call on
 a CPU, and ratios and draws come out the same to the last bit whatever the device. Measured for D2F
-on one core: 0.14 ms a step for plan and commit of one row, 0.26 ms for 16 rows; the published run
+on one core: 0.1 ms a step for plan and commit of one row, 0.25 ms for 16 rows; the published run
 of LLaDA-8B took 24 ms a step on an H200 (arXiv 2608.23807).
 """
 
@@ -282,8 +282,8 @@ class Decoder(abc.ABC):
         max_len: Longest row in tokens, prompt included.
         mask_id: The id of a masked position.
 
-    Memory is ``16 * num_slots * max_len`` bytes and a little; a step costs O(rows * blocks +
-    tokens) in some fifty numpy calls.
+    Memory is ``16 * num_slots * max_len`` bytes, twice that for D2F, and a little; a step costs
+    O(rows * blocks + tokens) in some sixty numpy calls.
     """
 
     request_type: ClassVar[type[DecodeRequest]]

@@ -799,9 +799,10 @@ class DecodingEngine:
             index = np.append(index, plan.guide[plan.guide >= 0])
         if len(index) < len(plan.token):
             wanted = self._upload(index)
-            # At most so many cells are saved, and a call takes as long as some.
+            # At most so many cells are saved, and every call takes as long as some; how many more
+            # there would be takes longer to find out than to guess.
             saved = (len(plan.token) - len(index)) * max(group.num_keys for group in groups)
-            if saved > self._split_cells and not self._pads:
+            if saved > self._split_cells * max(1, len(groups) // 2) and not self._pads:
                 wanted_groups = self._wanted_groups(plan, ranges, index)
         return PackedLayout(positions, write_index, groups, wanted, wanted_groups)
 
