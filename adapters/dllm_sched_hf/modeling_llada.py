@@ -309,8 +309,7 @@ class LLaDARMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed ``x`` (``[..., d_model]``) in its own dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * F.rms_norm(wide, (x.shape[-1],), eps=self.eps).to(x.dtype)
+        return _rms_norm(x, self.weight, self.eps)
 
 
 class _Norm(NamedTuple):
@@ -322,14 +321,17 @@ class _Norm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normed ``x`` (``[tokens, d_model]``) in its own dtype."""
-        width = x.shape[-1]
         if x.is_cpu and x.dtype == torch.float32:
             # There rms_norm is a chain of nine operations; this is one of five.
             norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            mean_square = torch.addcmul(self.shift, norm, norm, value=1 / width)
+            mean_square = torch.addcmul(self.shift, norm, norm, value=1 / x.shape[-1])
             return mean_square.rsqrt_().mul(x).mul_(self.weight)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return self.weight * F.rms_norm(wide, (width,), eps=self.eps).to(x.dtype)
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * F.rms_norm(wide, (x.shape[-1],), eps=eps).to(x.dtype)
 
 
 class _Rotary(NamedTuple):
