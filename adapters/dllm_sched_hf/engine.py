@@ -57,7 +57,14 @@ from dllm_sched_hf.decoder import (
 from dllm_sched_hf.fast_dllm import FastDLLM, FastDLLMRequest
 from dllm_sched_hf.graphs import Capture, StepGraphs
 from dllm_sched_hf.llada import LLaDA, LLaDARequest
-from dllm_sched_hf.modeling_llada import AttentionGroup, KVCache, LLaDAModelLM, PackedLayout
+from dllm_sched_hf.modeling_llada import (
+    PARTS,
+    AttentionGroup,
+    KVCache,
+    LLaDAModelLM,
+    PackedLayout,
+    compiled_parts,
+)
 
 __all__ = [
     "D2FEngine",
@@ -227,8 +234,8 @@ class DecodingEngine:
             On CUDA that is launch to results, on CPU embedding to logits.
         capture: How steps are captured as graphs (``dllm_sched_hf.graphs``): ``capture_cuda``; None
             = steps run without. What became of them is in ``graph_stats``.
-        compile_forward: Run steps without a graph through ``torch.compile``, which needs a compiler
-            and compiles anew for shapes unlike those before.
+        compile_forward: Run what a block does before and after attention through
+            ``torch.compile``, which needs a compiler and a minute at first.
 
     Raises:
         ConfigError: If an argument is out of its range; names it.
@@ -295,7 +302,7 @@ class DecodingEngine:
             )
         self._layers = () if self._cache is None else self._cache.layers
         self._bias, self._bias_on_host = _bias_rows(self.max_len, weight)
-        self._compiled: Any = torch.compile(base.forward_packed) if compile_forward else None
+        self._parts = compiled_parts() if compile_forward else PARTS
         self._split_cells = _SPLIT_CELLS.get(weight.device.type, _SPLIT_CELLS["cuda"])
         self._on_host = weight.device.type == "cpu"
         self._pads = not self._on_host  # few large calls of rows padded to each other
@@ -313,6 +320,7 @@ class DecodingEngine:
                 chunk=max(1, _LOGITS_PER_CHUNK // self.vocab_size),
                 max_rows=max_num_seqs,
                 capture=capture,
+                parts=self._parts,
             )
         self.graph_stats = None if self._graphs is None else self._graphs.stats
         # The step that runs, or why it does not.
@@ -930,7 +938,7 @@ class DecodingEngine:
         token = self._upload(plan.token)
         clock = self._clock if self._on_host else None  # elsewhere launches return at once
         began = clock() if clock else 0.0
-        hidden = (self._compiled or self.model.forward_packed)(token, layout, self._cache)
+        hidden = self.model.forward_packed(token, layout, self._cache, self._parts)
         if clock:
             self.forward_s += clock() - began
         chunk = max(1, _LOGITS_PER_CHUNK // self.vocab_size)

@@ -30,7 +30,14 @@ import torch
 from torch import Tensor
 
 from dllm_sched_hf.decoder import Floats, Ints, StepPlan
-from dllm_sched_hf.modeling_llada import AttentionGroup, KVCache, LLaDAModelLM, PackedLayout
+from dllm_sched_hf.modeling_llada import (
+    PARTS,
+    AttentionGroup,
+    BlockParts,
+    KVCache,
+    LLaDAModelLM,
+    PackedLayout,
+)
 
 __all__ = ["Bucket", "Capture", "GraphStats", "StepGraphs", "capture_cuda"]
 
@@ -138,6 +145,7 @@ class StepGraphs:
         chunk: Positions whose logits exist at once, >= 1.
         max_rows: Of any step.
         capture: How a function is captured.
+        parts: For the model's ``forward_packed``.
     """
 
     def __init__(
@@ -150,9 +158,10 @@ class StepGraphs:
         chunk: int,
         max_rows: int,
         capture: Capture,
+        parts: BlockParts = PARTS,
     ) -> None:
         self.stats = GraphStats()
-        self._model, self._cache, self._bias = model, cache, bias
+        self._model, self._parts, self._cache, self._bias = model, parts, cache, bias
         self._read_greedy, self._read_drawn, self._chunk = read_greedy, read_drawn, chunk
         self._max_rows, self._max_len = max_rows, bias.shape[1]
         self._capture = capture
@@ -251,7 +260,7 @@ class StepGraphs:
             group = AttentionGroup(0, num_tokens, where, keys, to_rows, back, rows, bias)
             write = None if self._cache is None else write_index
             layout = PackedLayout(position, write, (group,), wanted)
-            hidden = self._model.forward_packed(token, layout, self._cache)
+            hidden = self._model.forward_packed(token, layout, self._cache, self._parts)
             found = []
             for low in range(0, num_wanted, self._chunk):
                 part = slice(low, low + self._chunk)

@@ -14,6 +14,7 @@ Source: Nie et al., "Large Language Diffusion Models" (arXiv 2502.09992) for the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -297,6 +298,8 @@ class PackedLayout(NamedTuple):
 
 # (layer, q [..., heads, head_dim], k and v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
 _Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# What a block does before attention and after it.
+BlockParts = tuple[Callable[..., Tensor], ...]
 
 
 class LLaDARMSNorm(nn.Module):
@@ -439,7 +442,14 @@ class LLaDABlock(nn.Module):
         return super()._apply(fn, recurse)
 
     def forward_packed(
-        self, x: Tensor, rotary: _Rotary, layout: PackedLayout, cache: Tensor | None, *, last: bool
+        self,
+        x: Tensor,
+        rotary: _Rotary,
+        layout: PackedLayout,
+        cache: Tensor | None,
+        parts: BlockParts,
+        *,
+        last: bool,
     ) -> Tensor:
         """Return the next residual stream ``[tokens, d_model]``; the last block: of those wanted.
 
@@ -448,17 +458,12 @@ class LLaDABlock(nn.Module):
             rotary: Of the tokens' positions.
             layout: As for the model.
             cache: This layer's.
+            parts: What is done before attention and after it.
             last: Whether no block comes after this one.
         """
-        heads, num_kv = self.n_heads, self.n_kv_heads
-        joined = self.joined or self.join_weights()
-        h = joined.attn_norm(x)
-        if joined.qkv is None:
-            qkv = torch.cat((self.q_proj(h), self.k_proj(h), self.v_proj(h)), -1)
-        else:
-            qkv = torch.mm(h, joined.qkv)
-        q = qkv = qkv.view(-1, heads + 2 * num_kv, self.head_dim)
-        rotary.turn_(qkv[:, : heads + num_kv])
+        before, after = parts
+        heads = self.n_heads
+        q = qkv = before(self, x, rotary)
         kv = qkv[:, heads:]
         if cache is not None:
             _write(cache, kv, layout)
@@ -472,6 +477,24 @@ class LLaDABlock(nn.Module):
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if wanted is not None:
             out = out.index_select(0, wanted)
+        return after(self, x, out)
+
+    def before_attention(self, x: Tensor, rotary: _Rotary) -> Tensor:
+        """Return queries, keys and values ``[tokens, n_heads + 2 * n_kv_heads, head_dim]``."""
+        joined = self.joined or self.join_weights()
+        h = joined.attn_norm(x)
+        if joined.qkv is None:
+            qkv = torch.cat((self.q_proj(h), self.k_proj(h), self.v_proj(h)), -1)
+        else:
+            qkv = torch.mm(h, joined.qkv)
+        turned = self.n_heads + self.n_kv_heads
+        qkv = qkv.view(-1, turned + self.n_kv_heads, self.head_dim)
+        rotary.turn_(qkv[:, :turned])
+        return qkv
+
+    def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add attention's output and the feed-forward layer to ``x``, in place, and return it."""
+        joined = self.joined or self.join_weights()
         if joined.out is None:
             x += self.attn_out(out)
         else:
@@ -487,6 +510,18 @@ class LLaDABlock(nn.Module):
         else:
             x.addmm_(h, joined.ff_out)
         return x
+
+
+PARTS: BlockParts = (LLaDABlock.before_attention, LLaDABlock.after_attention)
+
+
+@functools.cache
+def compiled_parts() -> BlockParts:
+    """Return the same through ``torch.compile``: once for any number of tokens and every block.
+
+    Attention stays as it is: it would be compiled for every layout of a batch.
+    """
+    return tuple(torch.compile(part) for part in PARTS)
 
 
 def _serving(norm: LLaDARMSNorm) -> _Norm:
@@ -658,7 +693,11 @@ class LLaDAModelLM(PreTrainedModel):
             block.join_weights()
 
     def forward_packed(
-        self, input_ids: Tensor, layout: PackedLayout, cache: KVCache | None
+        self,
+        input_ids: Tensor,
+        layout: PackedLayout,
+        cache: KVCache | None,
+        parts: BlockParts = PARTS,
     ) -> Tensor:
         """Run the new tokens of all rows once, and leave their keys and values in the cache.
 
@@ -668,19 +707,20 @@ class LLaDAModelLM(PreTrainedModel):
             input_ids: int64 ``[tokens]``, the rows' new tokens behind each other.
             layout: Where each token belongs, what each row may see, which tokens are wanted.
             cache: Written where the layout says, then read; None = rows see their new tokens only.
+            parts: What every block does before and after attention, or that compiled.
 
         Returns:
             Hidden states ``[tokens or c, d_model]`` after the final norm; :meth:`logits` takes any
             selection of them. Linear layers cost O(tokens), attention O(padded group sizes).
         """
-        parts = self.model.transformer
-        x = parts.wte(input_ids)
+        model = self.model.transformer
+        x = model.wte(input_ids)
         rotary = self._rotary(layout.positions, x.dtype)
-        blocks: list[Any] = list(parts.blocks)
+        blocks: list[Any] = list(model.blocks)
         for number, block in enumerate(blocks, 1 - len(blocks)):
             layer = None if cache is None else cache.layers[number - 1]
-            x = block.forward_packed(x, rotary, layout, layer, last=number == 0)
-        return parts.ln_f.forward(x)
+            x = block.forward_packed(x, rotary, layout, layer, parts, last=number == 0)
+        return _serving(model.ln_f)(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits ``[..., embedding_size]`` of any final hidden states."""
@@ -710,7 +750,7 @@ def _attend_group(
         cached: Whether it is the cache.
     """
     slots = group.slots if cached and group.pad is None else None
-    if isinstance(slots, slice) and not torch.compiler.is_compiling():  # it loses such views
+    if isinstance(slots, slice):
         q, keys, values = _views(group, slots.start, q, kv, heads)
     else:
         q, keys, values = _gathered(group, q[:, :heads], kv, cached=cached)

@@ -10,12 +10,14 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dllm_sched_hf import D2FEngine, FastDLLMEngine, LLaDAEngine, graphs
 from dllm_sched_hf.decoder import StepPlan
 from dllm_sched_hf.graphs import Bucket
+from dllm_sched_hf.modeling_llada import PARTS, compiled_parts
 
 DECODERS = [
     "d2f_gqa_aggressive_b16",
@@ -436,21 +438,27 @@ def test_positions_in_parts_read_out_what_a_host_does(part, model, monkeypatch):
     assert token[kept].tolist() == best[kept].tolist()
 
 
-def test_the_forward_is_compiled_only_if_asked(
-    record, golden_request, assert_recorded, model, loop, monkeypatch
+def test_the_parts_of_a_block_are_compiled_if_asked_and_not_for_every_shape(
+    record, golden_request, assert_recorded, model, loop, monkeypatch, request
 ):
-    stored = record(DECODERS[0])
-    compiled, calls = [], []
+    stored, compiled, compile = record(DECODERS[0]), [], torch.compile
 
-    def compile(function):
+    def traced(function):  # what a compiler would be given, without one
         compiled.append(function)
-        return lambda *args: calls.append(1) or function(*args)
+        return compile(function, backend="eager")
 
-    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch, "compile", traced)
+    for clear in (compiled_parts.cache_clear, torch._dynamo.reset, counters.clear):
+        clear()
+        request.addfinalizer(clear)
     D2FEngine(model("tiny_gqa"), max_num_seqs=1)
     assert compiled == []
-    engine = D2FEngine(model("tiny_gqa"), max_num_seqs=2, trace=True, compile_forward=True)
-    outputs = serve(engine, stored, golden_request, loop, 2)
-    for entry in stored["requests"][:2]:
-        assert_recorded(outputs[str(entry["id"])], entry)
-    assert len(calls) == engine.num_forwards
+    for slots in (2, 1, 3):
+        engine = D2FEngine(model("tiny_gqa"), max_num_seqs=slots, trace=True, compile_forward=True)
+        outputs = serve(engine, stored, golden_request, loop, slots)
+        for entry in stored["requests"][:slots]:
+            assert_recorded(outputs[str(entry["id"])], entry)
+    assert compiled == list(PARTS)
+    # For the first number of tokens, for any, and for a single one.
+    assert counters["stats"]["unique_graphs"] <= 3 * len(PARTS)
+    assert not counters["graph_break"]

@@ -102,7 +102,7 @@ def test_operations_are_counted(script):
 
 def test_every_figure_is_there_and_fits_the_others(result):
     assert result["machine"]["threads"] == 1
-    assert result["peak_flops_per_s"] > 0
+    assert min(result["peak_flops_per_s"].values()) > 0
     assert [one["name"] for one in result["recordings"]] == ["d2f_train_b16", "d2f_gqa_math_b32"]
     for one in result["recordings"]:
         told = one["loop"]
