@@ -133,8 +133,12 @@ def check_knobs(where: str, known: Sequence[str], knobs: Mapping[str, Any]) -> N
     """Raise unless every knob is known and in its range.
 
     Raises:
-        ConfigError: If one is not; names it.
+        ConfigError: If one is not; names it. Or if these are no knobs.
     """
+    if not isinstance(knobs, Mapping):
+        raise ConfigError(
+            f"{where} must be a mapping, NO_KNOBS if there are none, got {shown(knobs)}"
+        )
     for name, value in knobs.items():
         if name not in known:
             raise ConfigError(

@@ -41,6 +41,7 @@ from torch.distributions import Categorical
 from transformers import DiffusionGemmaForBlockDiffusion
 
 from dllm_sched.batch import (
+    NO_KNOBS,
     NOTHING,
     BlockBoundary,
     Knobs,
@@ -53,7 +54,7 @@ from dllm_sched.batch import (
     StepOutcome,
 )
 from dllm_sched.capacity import Capacity
-from dllm_sched.errors import ConfigError, EngineProtocolError
+from dllm_sched.errors import ConfigError
 from dllm_sched.request import FinishReason, Phase, Request
 from dllm_sched.runtime.engine import Progress
 from dllm_sched_hf.decoder import (
@@ -73,6 +74,10 @@ from dllm_sched_hf.engine import (
     NonFiniteLogitsError,
     StepOutOfMemoryError,
     _is_out_of_memory,
+    check_released,
+    check_rows,
+    check_unchanged,
+    tenant_in,
 )
 
 __all__ = ["DiffusionGemmaEngine", "DiffusionGemmaRequest"]
@@ -152,7 +157,7 @@ class _Tenant:
     generator: torch.Generator
     tokens: list[int]  #: prompt and finished canvases
     phase: Phase  #: of its coming step, as the scheduler knows it
-    knobs: Knobs | None = None  #: last seen
+    given: tuple[Knobs, Knobs] | None = None  #: its own and the batch's that are in force
     num_cached: int = 0  #: of ``tokens``, those that the encoder has run
     num_canvases: int = 0  #: finished
     step: int = 0  #: steps that the open canvas has made
@@ -288,7 +293,8 @@ class DiffusionGemmaEngine:
 
     Args:
         model: A ``DiffusionGemmaForBlockDiffusion`` with ``sdpa`` or ``eager`` attention; runs
-            where its weights are and in their dtype.
+            where its weights are and in their dtype. It is put into ``eval`` mode. Mode, dtype and
+            device must stay what they are, which is looked at when rows join.
         max_num_seqs: Slots, >= 1. Each holds the last logits of its canvas for self-conditioning,
             ``canvas_length * vocab_size`` values, beside its keys and values.
         max_len: Tokens a slot can hold, prompt and whole canvases; None = the model's window.
@@ -365,7 +371,8 @@ class DiffusionGemmaEngine:
         # Slots whose rows have ended, until others join: steps planned ahead still name them.
         self._over: set[int] = set()
         self._kept: dict[Request, _Kept] = {}
-        self._checked_knobs: Knobs | None = None
+        self._checked_knobs = NO_KNOBS
+        self._checked_rows: tuple[Row, ...] = ()
 
     # -- requests
 
@@ -451,16 +458,10 @@ class DiffusionGemmaEngine:
         most probable tokens of the open one, once it has made a step. O(answer).
 
         Raises:
-            ConfigError: If this engine has no such slot.
+            ConfigError: If this engine has no such slot, or ``start`` is no int >= 0.
             EngineProtocolError: If no row is in ``slot``.
         """
-        if not is_int(slot) or not 0 <= slot < self.max_num_seqs:
-            raise ConfigError(
-                f"slot must be an int in 0..{self.max_num_seqs - 1}, got {shown(slot)}"
-            )
-        row = self._tenants[slot]
-        if row is None:
-            raise EngineProtocolError(f"slot {slot}: holds no row; ask between join and release")
+        row = tenant_in(self._tenants, slot, start)
         committed, _ = self._cut(row, row.tokens)
         draft = [] if row.draft is None else row.draft.tolist()
         whole, _ = self._cut(row, row.tokens + draft)
@@ -482,12 +483,12 @@ class DiffusionGemmaEngine:
 
         Raises:
             StepOutOfMemoryError: A forward did not fit; nobody has advanced.
-            EngineProtocolError: A row is not in its slot, or cannot be resumed here.
+            EngineProtocolError: A row is not in its slot, is named twice, or cannot be placed or
+                resumed where it joins; or the model has left ``eval`` mode, its dtype or its device
+                when rows join.
             ConfigError: A knob of the whole batch is unknown or out of range.
         """
-        if batch.knobs is not self._checked_knobs:
-            check_knobs("batch knobs", _KNOBS, batch.knobs)
-            self._checked_knobs = batch.knobs
+        self._check(batch)
         failed = self._join(batch.joined)
         rows = self._select(batch, failed)
         finished: list[RowFinished] = []
@@ -520,7 +521,12 @@ class DiffusionGemmaEngine:
 
         Kept progress moves to host memory until the request joins again (``Row.resumed``), or a
         release without a slot says that it never will.
+
+        Raises:
+            EngineProtocolError: If this engine has no such slot. Nothing was released then.
         """
+        check_released(released, self.max_num_seqs)
+        self._checked_rows = ()
         for gone in released:
             if not gone.kept:  # also of a row whose step failed before it was resumed
                 self._kept.pop(gone.request, None)
@@ -543,16 +549,22 @@ class DiffusionGemmaEngine:
 
     # -- joining and selecting
 
+    def _check(self, batch: StepBatch) -> None:
+        """Raise unless this engine can run the batch; looks only at what was not there before."""
+        if batch.knobs is not self._checked_knobs:
+            check_knobs("batch knobs", _KNOBS, batch.knobs)
+            self._checked_knobs = batch.knobs
+        if batch.joined:
+            weight = self.model.model.decoder.embed_tokens.weight
+            check_unchanged(self.model, weight, self._device, self._conditioning.dtype)
+        if batch.joined or batch.rows is not self._checked_rows:
+            check_rows(batch, self._tenants, self._over, self._kept)
+
     def _join(self, joined: tuple[Row, ...]) -> list[RowFailed]:
         """Place new rows; a request that cannot run fails alone."""
         failed = []
         for row in joined:
             slot = row.slot
-            if not 0 <= slot < self.max_num_seqs:
-                raise EngineProtocolError(
-                    f"slot {slot}: request {row.request.id!r} joins there, but this engine has "
-                    f"{self.max_num_seqs} slots: give the scheduler its capacity()"
-                )
             self._over.discard(slot)
             here = self._tenants[slot]
             if row.resumed and here is not None and here.request is row.request:
@@ -564,7 +576,7 @@ class DiffusionGemmaEngine:
                 failed.append(RowFailed(slot, error))
                 continue
             kept = self._kept.pop(request, None)
-            if not row.resumed:
+            if kept is None or not row.resumed:
                 stop_ids = request.stop_token_ids
                 self._tenants[slot] = _Tenant(
                     slot,
@@ -574,11 +586,6 @@ class DiffusionGemmaEngine:
                     torch.Generator(self._device).manual_seed(request.seed),
                     list(request.prompt),
                     row.phase,
-                )
-            elif kept is None:
-                raise EngineProtocolError(
-                    f"slot {slot}: request {request.id!r} is to be resumed, but this engine keeps "
-                    "no progress of it: pass every Update.released to release()"
                 )
             else:
                 tenant = kept.tenant
@@ -597,28 +604,26 @@ class DiffusionGemmaEngine:
         lost = {row.slot for row in failed}
         rows = []
         for row in batch.rows:
-            if row.slot in lost or row.slot in self._over:
-                continue
             tenant = self._tenants[row.slot]
-            if tenant is None or tenant.request is not row.request:
-                raise EngineProtocolError(
-                    f"slot {row.slot}: the batch has request {row.request.id!r} there, which never "
-                    "joined or was released"
-                )
-            knobs = {**batch.knobs, **row.knobs}
-            if knobs != tenant.knobs:
+            if tenant is None or row.slot in lost or row.slot in self._over:
+                continue
+            if tenant.given is None or (
+                tenant.given[0] is not row.knobs or tenant.given[1] is not batch.knobs
+            ):
                 try:
                     check_knobs(f"request {row.request.id!r}: knobs", _KNOBS, row.knobs)
                 except ConfigError as error:
                     # Its slot stays its own until release(): if this step fails, it comes again.
                     failed.append(RowFailed(row.slot, error))
                     continue
+                knobs = {**batch.knobs, **row.knobs}
                 for name in _KNOBS:
                     own = getattr(tenant.request, name)
                     own = self._defaults[name] if own is None else own
                     tenant.settings[name] = knobs.get(name, own)
-                tenant.knobs = knobs
+                tenant.given = (row.knobs, batch.knobs)
             rows.append(tenant)
+        self._checked_rows = () if failed else batch.rows
         return sorted(rows, key=lambda row: row.slot)
 
     # -- the forwards

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import attrs
 import numpy as np
@@ -176,6 +176,15 @@ def default_stop_ids(model: LLaDAModelLM) -> tuple[int, ...]:
     return (config.eos_token_id, *((LLADA_END_OF_TURN_ID,) if published else ()))
 
 
+class _Holder(Protocol):
+    """Holds a slot."""
+
+    request: Any
+
+
+_T = TypeVar("_T")
+
+
 @attrs.define(eq=False)
 class _Tenant:
     """What the engine remembers of the request in a slot, beside what its decoder knows."""
@@ -218,10 +227,11 @@ class DecodingEngine:
 
     Args:
         model: A :class:`LLaDAModelLM`, or a PEFT model around one; runs where its weights are and
-            in their dtype, autocast or not, and both stay what they are. It is put into ``eval``
-            mode and must stay there. Between two steps weights may change in place (``copy_``,
-            ``load_state_dict``); after a parameter was given other data (``.data =``,
-            ``assign=True``), or a LoRA was attached, call ``model.join_weights()``.
+            in their dtype, autocast or not. It is put into ``eval`` mode. Mode, dtype and device
+            must stay what they are, which is looked at when rows join. Between two steps weights
+            may change in place (``copy_``, ``load_state_dict``); after a parameter was given other
+            data (``.data =``, ``assign=True``), or a LoRA was attached, call
+            ``model.join_weights()``.
         max_num_seqs: Slots, >= 1.
         max_len: Tokens a slot can hold, prompt and whole blocks; None = the model's window. The KV
             cache takes ``2 * n_layers * max_num_seqs * max_len * n_kv_heads * head_dim`` values
@@ -424,16 +434,10 @@ class DecodingEngine:
         tokens behind it are final, but told as provisional until the gap has closed. O(answer).
 
         Raises:
-            ConfigError: If this engine has no such slot.
+            ConfigError: If this engine has no such slot, or ``start`` is no int >= 0.
             EngineProtocolError: If no row is in ``slot``.
         """
-        if not is_int(slot) or not 0 <= slot < self.max_num_seqs:
-            raise ConfigError(
-                f"slot must be an int in 0..{self.max_num_seqs - 1}, got {shown(slot)}"
-            )
-        tenant = self._tenants[slot]
-        if tenant is None:
-            raise EngineProtocolError(f"slot {slot}: holds no row; ask between join and release")
+        tenant = tenant_in(self._tenants, slot, start)
         decoder = self._decoder
         tokens = decoder.generated(slot)[: tenant.request.max_new_tokens]
         if tenant.request.truncate_at_stop:
@@ -460,8 +464,9 @@ class DecodingEngine:
         Raises:
             StepOutOfMemoryError: The forward did not fit; nobody has advanced.
             DeviceLostError: The device takes no more work, now and from here on.
-            EngineProtocolError: A row is not in its slot or cannot be resumed here, or a step that
-                was launched was not collected.
+            EngineProtocolError: A row is not in its slot, is named twice, or cannot be placed or
+                resumed where it joins; the model has left ``eval`` mode, its dtype or its device
+                when rows join; or a step that was launched was not collected.
             ConfigError: A knob of the whole batch is unknown or out of range.
         """
         if self._flight is not None:
@@ -515,6 +520,11 @@ class DecodingEngine:
             raise DeviceLostError([row.slot for row in batch.rows], self._lost)
         if batch.knobs is not self._last_batch[1]:
             check_knobs("batch knobs", self.decoder_type.knobs, batch.knobs)
+        if batch.joined:
+            weight = self.model.get_input_embeddings().weight
+            check_unchanged(self.model, weight, self._device, self._dtype)
+        if batch.joined or batch.rows is not self._last_batch[0]:
+            check_rows(batch, self._tenants, self._over, self._kept)
         failed = self._join(batch.joined)
         slots = self._select(batch, failed)
         if len(slots) == 0:
@@ -577,9 +587,13 @@ class DecodingEngine:
 
         Kept progress moves to host memory until the request joins again (``Row.resumed``), or a
         release without a slot says that it never will.
+
+        Raises:
+            EngineProtocolError: If this engine has no such slot. Nothing was released then.
         """
         if not released:
             return
+        check_released(released, self.max_num_seqs)
         for gone in released:
             if not gone.kept:  # also of a row whose step failed before it was resumed
                 self._kept.pop(gone.request, None)
@@ -605,11 +619,6 @@ class DecodingEngine:
         failed = []
         for row in joined:
             slot, request = row.slot, row.request
-            if not 0 <= slot < self.max_num_seqs:
-                raise EngineProtocolError(
-                    f"slot {slot}: request {request.id!r} joins there, but this engine has "
-                    f"{self.max_num_seqs} slots: give the scheduler its capacity()"
-                )
             self._over.discard(slot)
             self._phase[slot] = _CODES[row.phase]
             here = self._tenants[slot]
@@ -625,14 +634,9 @@ class DecodingEngine:
             if stop_ids is None:
                 stop_ids = self.stop_token_ids
             kept = self._kept.pop(request, None)
-            if not row.resumed:
+            if kept is None or not row.resumed:
                 trace: list[dict[str, Any]] | None = [] if self._trace else None
                 self._decoder.start(slot, request, stop_ids)
-            elif kept is None:
-                raise EngineProtocolError(
-                    f"slot {slot}: request {request.id!r} is to be resumed, but this engine keeps "
-                    "no progress of it: pass every Update.released to release()"
-                )
             else:
                 trace = kept.trace
                 self._decoder.restore(slot, request, stop_ids, kept.state)
@@ -653,14 +657,9 @@ class DecodingEngine:
         slots = []
         for row in batch.rows:
             slot = row.slot
-            if slot in lost:
-                continue
             tenant = self._tenants[slot]
-            if tenant is None or tenant.request is not row.request:
-                raise EngineProtocolError(
-                    f"slot {row.slot}: the batch has request {row.request.id!r} there, which never "
-                    "joined or was released"
-                )
+            if tenant is None or slot in lost:
+                continue
             own, whole = tenant.given or (None, None)
             if own is row.knobs and whole is batch.knobs:
                 slots.append(slot)
@@ -1203,6 +1202,123 @@ def _checked_base(
     if clock is not None and not callable(clock):
         raise ConfigError(f"clock must be a function without arguments, got {shown(clock)}")
     return base
+
+
+def check_unchanged(
+    model: nn.Module, weight: Tensor, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise unless the model is as it was when an engine was built on it; looked at when rows join.
+
+    Raises:
+        EngineProtocolError: Says what has changed.
+    """
+    if model.training:
+        raise EngineProtocolError(
+            "the model was put into training mode after this engine was built on it, and dropout "
+            "would change answers: call eval() on it, and train a copy"
+        )
+    if weight.dtype != dtype or weight.device != device:
+        raise EngineProtocolError(
+            f"the model was moved to {weight.dtype} on {weight.device} after this engine was built "
+            f"on it in {dtype} on {device}: move it back, or build another engine on it"
+        )
+
+
+def check_rows(
+    batch: StepBatch,
+    tenants: Sequence[_Holder | None],
+    over: Collection[int],
+    kept: Collection[Request],
+) -> None:
+    """Raise unless every row of a batch is, or can be placed, where the batch has it. O(rows).
+
+    Args:
+        batch: The step's.
+        tenants: Who is in each slot.
+        over: Slots whose rows have ended.
+        kept: Requests that can be resumed.
+
+    Raises:
+        EngineProtocolError: Names the slot and the request.
+    """
+    joining: dict[int, Request] = {}
+    for row in batch.joined:
+        slot, request = row.slot, row.request
+        _check_slot(slot, request, "joins", len(tenants))
+        if slot in joining:
+            raise EngineProtocolError(
+                f"slot {slot}: requests {joining[slot].id!r} and {request.id!r} join there in one "
+                "step: a slot holds one row"
+            )
+        joining[slot] = request
+        here = tenants[slot]
+        if here is not None and here.request is not request:
+            raise EngineProtocolError(
+                f"slot {slot}: request {request.id!r} joins there, but request "
+                f"{here.request.id!r} was not released: pass every Update.released to release()"
+            )
+        if row.resumed and here is None and request not in kept:
+            raise EngineProtocolError(
+                f"slot {slot}: request {request.id!r} is to be resumed, but this engine keeps no "
+                "progress of it: pass every Update.released to release()"
+            )
+    named: set[int] = set()
+    for row in batch.rows:
+        slot, request = row.slot, row.request
+        if slot in named:
+            raise EngineProtocolError(
+                f"slot {slot}: the batch has two rows there, the later one of request "
+                f"{request.id!r}: name each row once"
+            )
+        named.add(slot)
+        there = joining.get(slot)
+        if there is None:
+            if slot in over:
+                continue
+            _check_slot(slot, request, "is", len(tenants))
+            here = tenants[slot]
+            there = None if here is None else here.request
+        if there is not request:
+            raise EngineProtocolError(
+                f"slot {slot}: the batch has request {request.id!r} there, which never joined or "
+                "was released"
+            )
+
+
+def check_released(released: Sequence[Released], num_slots: int) -> None:
+    """Raise unless an engine of so many slots has all these.
+
+    Raises:
+        EngineProtocolError: Names the slot and the request.
+    """
+    for gone in released:
+        if gone.slot is not None:
+            _check_slot(gone.slot, gone.request, "is released", num_slots)
+
+
+def tenant_in(tenants: Sequence[_T | None], slot: object, start: object) -> _T:
+    """Return who is in a slot and is asked for its answer from a position on.
+
+    Raises:
+        ConfigError: If there is no such slot, or the position is no int >= 0.
+        EngineProtocolError: If the slot holds no row.
+    """
+    if not is_int(slot) or not 0 <= slot < len(tenants):
+        raise ConfigError(f"slot must be an int in 0..{len(tenants) - 1}, got {shown(slot)}")
+    if not is_int(start) or start < 0:
+        raise ConfigError(f"slot {slot}: start must be an int >= 0, got {shown(start)}")
+    tenant = tenants[slot]
+    if tenant is None:
+        raise EngineProtocolError(f"slot {slot}: holds no row; ask between join and release")
+    return tenant
+
+
+def _check_slot(slot: object, request: Request, does: str, num_slots: int) -> None:
+    if not is_int(slot) or not 0 <= slot < num_slots:
+        raise EngineProtocolError(
+            f"slot {shown(slot)}: request {request.id!r} {does} there, but this engine has "
+            f"{num_slots} slots: give the scheduler its capacity()"
+        )
 
 
 def _bias_rows(max_len: int, weight: Tensor) -> tuple[Tensor, NDArray[Any]]:

@@ -19,7 +19,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 )
 
 from dllm_sched import Scheduler
-from dllm_sched.batch import Released, Row, StepBatch
+from dllm_sched.batch import NO_KNOBS, Released, Row, StepBatch
 from dllm_sched.errors import ConfigError, EngineProtocolError
 from dllm_sched.policies import presets
 from dllm_sched.request import FinishReason, Phase, Request
@@ -339,6 +339,74 @@ def test_the_engine_passes_every_check(model):
         num_requests=6,
         max_num_seqs=3,
     )
+
+
+def batch_of(rows, joined=()):
+    return StepBatch(0, 0.0, tuple(rows), tuple(joined))
+
+
+@pytest.mark.parametrize(
+    ("rows", "joined", "message"),
+    [
+        ([(0, 0), (0, 0)], [], "slot 0: the batch has two rows there"),
+        ([(1, 1), (0, 2)], [(1, 1), (0, 2)], r"slot 0: .*'r2' joins .* 'r0' was not released"),
+        ([(1, 1), (1, 2)], [(1, 1), (1, 2)], "slot 1: requests 'r1' and 'r2' join there"),
+        ([(-1, 0)], [], r"slot -1: .*'r0' .* has 2 slots"),
+    ],
+)
+def test_a_batch_that_cannot_be_changes_nothing(rows, joined, message, model):
+    requests = [request_of(index) for index in range(3)]
+    engine = DiffusionGemmaEngine(model, max_num_seqs=2)
+
+    def row_of(slot, index):
+        return Row(slot, requests[index], Phase.PREFILL, 0)
+
+    drive = [row_of(0, 0)]
+    engine.run(batch_of(drive, drive))
+    with pytest.raises(EngineProtocolError, match=message):
+        engine.run(batch_of([row_of(*row) for row in rows], [row_of(*row) for row in joined]))
+    with pytest.raises(EngineProtocolError, match="slot 1: holds no row"):
+        engine.progress(1)
+    for _ in range(100):
+        finished = engine.run(batch_of(drive)).finished
+        if finished:
+            break
+    assert_as_generated(finished[0].output, requests[0])
+
+
+def test_slots_positions_and_knobs_that_cannot_be_are_named(model):
+    requests = [request_of(index, max_new_tokens=32) for index in range(2)]
+    rows = [
+        Row(slot, request, Phase.PREFILL, 0, knobs)
+        for slot, (request, knobs) in enumerate(zip(requests, (NO_KNOBS, None), strict=True))
+    ]
+    engine = DiffusionGemmaEngine(model, max_num_seqs=2)
+    with pytest.raises(ConfigError, match=r"batch knobs must be a mapping, .* got None"):
+        engine.run(batch_of(rows, rows)._replace(knobs=None))
+    (failed,) = engine.run(batch_of(rows, rows)).failed
+    assert failed.slot == 1
+    assert "request 'r1': knobs must be a mapping" in str(failed.error)
+    with pytest.raises(EngineProtocolError, match="slot 2: request 'r1' is released there"):
+        engine.release([Released(slot, requests[1], None) for slot in (1, 2)])
+    for start in (-1, 1.0, None):
+        with pytest.raises(ConfigError, match=f"slot 1: start must be an int >= 0, got {start}"):
+            engine.progress(1, start)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda net: net.train(), "into training mode"),
+        (lambda net: net.double(), r"moved to torch\.float64"),
+    ],
+)
+def test_a_model_that_is_no_longer_as_it_was_takes_nobody_in(spoil, message, model):
+    net = copy.deepcopy(model)
+    engine = DiffusionGemmaEngine(net, max_num_seqs=1)
+    spoil(net)
+    row = Row(0, request_of(0), Phase.PREFILL, 0)
+    with pytest.raises(EngineProtocolError, match=message):
+        engine.run(batch_of([row], [row]))
 
 
 @pytest.mark.parametrize("kept", [True, False])
