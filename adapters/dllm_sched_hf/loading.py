@@ -36,7 +36,7 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
     """Return the device to run on; None = CUDA if there is any, else CPU.
 
     Raises:
-        ConfigError: If the name is no device, or CUDA is asked for and absent.
+        ConfigError: If the name is no device, or one that cannot be used here.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,6 +46,13 @@ def resolve_device(device: str | torch.device | None = None) -> torch.device:
         raise ConfigError(f"device: {device!r} is not a torch device, e.g. cpu or cuda") from error
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {device!r} is not available here: use cpu")
+    try:
+        torch.zeros(1, device=found).cpu()  # torch knows names that it was not built for
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise ConfigError(
+            f"device: {device!r} is not available here ({reason}): use cpu"
+        ) from error
     return found
 
 

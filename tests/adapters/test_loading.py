@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -262,6 +263,15 @@ def test_device_and_dtype():
     for bad in ("int8", "nonsense", "nn"):
         with pytest.raises(ConfigError, match=bad):
             resolve_dtype(bad)
+
+
+@pytest.mark.parametrize("device", ["meta", "vulkan", "fpga", torch.device("meta")])
+def test_a_device_that_cannot_run_here_is_refused(device, golden):
+    where = re.escape(f"device: {device!r} is not available here")
+    with pytest.raises(ConfigError, match=where):
+        resolve_device(device)
+    with pytest.raises(ConfigError, match=r"device: .* is not available here \(.+\): use cpu"):
+        load_model(golden / "tiny_mha", device=device)
 
 
 def test_absent_cuda_is_said(monkeypatch):

@@ -210,6 +210,7 @@ def test_kernels_that_run_at_once_count_once(spans, length, script):
         ("--dtype float7", "invalid choice: 'float7'"),
         ("--device nothing", "'nothing' is not a torch device"),
         ("--device cuda", "'cuda' is not available here"),
+        ("--device meta", "error: --device: device: 'meta' is not available here"),
         ("--rounds 0", "invalid positive value"),
     ],
 )
