@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 import attrs
@@ -49,6 +50,7 @@ def check_engine(
     restarted      A row that starts again after a failed step answers the same.
     sitting out    A row that sits out steps answers the same.
     resumed        A row that is preempted with its progress kept, and resumed, answers the same.
+    moved          Likewise if it is resumed in another slot, whose row went to its own.
     failing row    A row that fails takes nobody along, and its slot can be used again.
     ============== ================================================================================
 
@@ -103,9 +105,11 @@ def check_engine(
         with _optional("can_sit_out", "takes any selection of the rows that hold a slot"):
             trial.together("sitting out", everyone, slots=max_num_seqs, policy=policy)
     if can_resume:
-        policy = Policy(eviction=_KeepAndResume(), name="keep and resume")
+        one = Policy(eviction=_KeepAndResume(1), name="keep and resume")
+        two = Policy(eviction=_KeepAndResume(2), name="keep and trade slots")
         with _optional("can_resume", "keeps the progress of preempted rows"):
-            trial.together("resumed", everyone, slots=max_num_seqs, policy=policy)
+            trial.together("resumed", everyone, slots=max_num_seqs, policy=one)
+            trial.together("moved", everyone, slots=max_num_seqs, policy=two)
     if make_bad_request is not None:
         bad = {num_requests + index: make_bad_request(index) for index in range(2)}
         mixed = (everyone[0], num_requests, *everyone[1:], num_requests + 1)
@@ -288,13 +292,19 @@ class _EveryOther(Composition):
         return rows or round.rows
 
 
+@attrs.frozen
 class _KeepAndResume(Eviction):
-    """The youngest row waits for a moment every third step."""
+    """The youngest rows wait for a moment every third step; two of them trade slots.
+
+    For the slot that came back last is given first, to whoever arrived first.
+    """
+
+    count: int
 
     needs = frozenset({"every_step"})
 
     def victims(self, state: Any, need_pages: int, round: Round) -> Iterable[Victim]:
         if int(round.view.now) % 3 or round.view.num_running < 2:
             return []
-        youngest: RequestView = next(iter(round.youngest_first()))
-        return [(youngest, Preempt.KEEP)]
+        youngest: list[RequestView] = list(islice(round.youngest_first(), self.count))
+        return [(rv, Preempt.KEEP) for rv in reversed(youngest)]

@@ -153,6 +153,23 @@ class ResumesFromNothing(Wrapped):
             self._tenants[row.slot].done = 0
 
 
+class ResumesWhereItWas(Wrapped):
+    """What it keeps of a row stays in the slot: whoever resumes elsewhere gets a stranger's."""
+
+    def __init__(self, max_num_seqs):
+        super().__init__(max_num_seqs)
+        self.left = {}
+
+    def release(self, released):
+        self.left |= {gone.slot: self._tenants[gone.slot] for gone in released if gone.kept}
+        super().release(released)
+
+    def _place(self, row):
+        super()._place(row)
+        if row.resumed and row.slot in self.left:
+            self._tenants[row.slot].tokens = list(self.left[row.slot].tokens)
+
+
 class AdvancesRowsThatSitOut(Wrapped):
     """A step counter for the whole engine, where each row has its own."""
 
@@ -248,6 +265,12 @@ class RaisesWhenFull(Wrapped):
 def test_a_broken_engine_is_caught_by_the_rule_it_breaks(broken, rule):
     with pytest.raises(EngineCheckError, match=f"rule '{rule}'"):
         check(broken, max_steps=300)
+
+
+def test_two_rows_are_enough_to_trade_slots():
+    """In larger trials somebody is moved under "resumed" already, by chance."""
+    with pytest.raises(EngineCheckError, match="rule 'moved'"):
+        check(ResumesWhereItWas, num_requests=2, max_num_seqs=2)
 
 
 def test_the_message_shows_both_answers_and_the_request():
