@@ -53,6 +53,7 @@ MAX_PADDED_CELLS = 4096
 many cost a sixth of a token's linear layers (4 against 24 ``d_model**2`` in multiply-adds)."""
 MAX_GRAPHS = 256
 _MAX_FAILURES = 3
+_RETRY_STEPS = 256  # so rarely that a capture which runs out of memory again costs a percent or two
 # Of buckets' tokens, and how many more a graph may have than the bucket that it serves: together,
 # not one token in twenty is padding.
 _STEPS_PER_OCTAVE, _MORE_TOKENS = 64, 1 / 30
@@ -73,7 +74,8 @@ class GraphStats:
         fallbacks: Steps that did not, by reason: ``shared`` (a prompt is copied from another row),
             ``guided`` (second sequences), ``size`` (above ``MAX_TOKENS``), ``padding`` (rows too
             unlike: above ``MAX_PADDED_CELLS``), ``graphs`` (there are ``MAX_GRAPHS``), ``capture``
-            (it failed for this bucket, or for three).
+            (it failed for this bucket, or for three), ``memory`` (a capture ran out of it: after
+            256 such steps captures are tried again).
     """
 
     captures: int = 0
@@ -168,6 +170,7 @@ class StepGraphs:
         self._graphs: dict[Bucket, Body] = {}
         self._served: dict[Bucket, Bucket | str] = {}  # by which graph, or why by none
         self._num_failed = 0
+        self._num_waiting = 0  # steps for want of memory, until captures are tried again
         on_gpu = bias.is_cuda
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         most = 8 * MAX_TOKENS + max_rows * (self._max_len + 1)
@@ -204,6 +207,8 @@ class StepGraphs:
                 served = self._make(served)
         if isinstance(served, str):
             self.stats.fallbacks[served] += 1
+            if served == "memory":
+                self._wait_for_memory()
             return None
         self.stats.replays += 1
         self.stats.padding += served.tokens - len(plan.token)
@@ -223,6 +228,8 @@ class StepGraphs:
             served = "graphs"
         elif self._num_failed >= _MAX_FAILURES:
             served = "capture"
+        elif self._num_waiting:
+            served = "memory"
         self._served[bucket] = served
         return served
 
@@ -231,14 +238,30 @@ class StepGraphs:
         try:
             self._graphs[bucket] = self._capture(self._body(bucket), self._pool)
         except RuntimeError as error:
-            self._num_failed += 1
-            self._served[bucket] = "capture"
-            _log.warning(
-                "%s could not be captured, its steps run without a graph: %r", bucket, error
-            )
-            return "capture"
+            reason = "memory" if _is_out_of_memory(error) else "capture"
+            if reason == "capture":
+                self._num_failed += 1
+            else:
+                self._num_waiting = _RETRY_STEPS
+            self._served[bucket] = reason
+            if reason == "capture" or not self.stats.fallbacks[reason]:
+                _log.warning(
+                    "%s could not be captured, its steps run without a graph%s: %r",
+                    bucket,
+                    " for want of memory, for now" if reason == "memory" else "",
+                    error,
+                )
+            return reason
         self.stats.captures += 1
         return bucket
+
+    def _wait_for_memory(self) -> None:
+        """Count a step that had no graph for want of memory; after enough, forget who has none."""
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._served = {
+                bucket: served for bucket, served in self._served.items() if served != "memory"
+            }
 
     def _body(self, bucket: Bucket) -> Body:
         """Return the step of a bucket as a function of nothing but fixed tensors."""
@@ -316,10 +339,12 @@ def capture_cuda(body: Body, pool: Any) -> Body:
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            body()
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                body()
+    finally:  # what has been launched reads the inputs and writes the cache, if it failed as well
+        torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         found = body()
@@ -329,6 +354,11 @@ def capture_cuda(body: Body, pool: Any) -> Body:
         return found
 
     return replay
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    # To end a capture that has failed may raise again.
+    return any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__context__))
 
 
 def _sizes(bucket: Bucket) -> tuple[int, ...]:

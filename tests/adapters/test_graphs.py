@@ -61,13 +61,14 @@ def tensors(tree):
 class Capture:
     """Like a graph: operations are repeated on the tensors that they had; no Python runs again."""
 
-    def __init__(self, fail=()):
+    def __init__(self, fail=(), error=None):
         self.fail, self.graphs, self.num_tried = fail, [], 0
+        self.error = error or RuntimeError("operation not permitted when stream is capturing")
 
     def __call__(self, body, pool):
         self.num_tried += 1
         if self.num_tried - 1 in self.fail:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise self.error
         with Recorder() as recorder:
             result = body()
         self.graphs.append(recorder.done)
@@ -269,6 +270,36 @@ def test_after_three_failures_nothing_more_is_captured(
         assert_recorded(outputs[str(entry["id"])], entry)
     assert capture.num_tried == 3
     assert engine.graph_stats.replays == engine.graph_stats.captures == 0
+
+
+def masked(error):
+    """As a capture that is ended after it has failed raises another error."""
+    other = RuntimeError("operation failed due to a previous error during capture")
+    other.__context__ = error
+    return other
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), masked(torch.OutOfMemoryError("no memory"))]
+)
+def test_without_memory_captures_wait_and_are_tried_again(
+    error, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch, caplog
+):
+    """The second to the sixth one fail: more than would end all capturing."""
+    monkeypatch.setattr(graphs, "_RETRY_STEPS", 4)
+    stored = record(DECODERS[0])
+    capture = Capture(fail=range(1, 6), error=error)
+    engine = with_graphs(golden_engine(stored, 4), capture)
+    with caplog.at_level(logging.WARNING, "dllm_sched"):
+        outputs = serve(engine, stored, golden_request, loop)
+    for entry in stored["requests"][:8]:
+        assert_recorded(outputs[str(entry["id"])], entry)
+    stats = engine.graph_stats
+    assert stats.fallbacks == {"memory": 5 * 4}, "nothing is tried while it waits"
+    assert stats.replays == engine.num_forwards - 20
+    assert stats.captures == capture.num_tried - 5 > 1
+    assert len(caplog.records) == 1
+    assert "memory" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize(
