@@ -65,7 +65,16 @@ PUBLISHED = {  # of the public loop on the recordings, on two cores of another m
     "forward_share": (0.70, 0.84),
 }
 # Products by the name of the function: which argument's last dimension is summed over.
-PRODUCTS = {"linear": 0, "matmul": 0, "mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
+PRODUCTS = {
+    "linear": 0,
+    "_linear_pointwise": 0,
+    "matmul": 0,
+    "mm": 0,
+    "bmm": 0,
+    "addmm": 1,
+    "addmm_": 1,
+    "baddbmm": 1,
+}
 ATTENTION = "scaled_dot_product_attention"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dllm_sched.errors import ConfigError
+from dllm_sched_hf import modeling_llada
 from dllm_sched_hf.modeling_llada import LLaDAConfig, LLaDAModelLM, block_causal_mask
 
 MODELS = ["tiny_mha", "tiny_gqa"]
@@ -185,3 +186,90 @@ def test_a_copy_joins_its_own_weights(model):
             twin.model.transformer.blocks[0].v_proj.weight.fill_(2.0)
         assert (twin.model.transformer.blocks[0].joined.qkv[:, -1] == 2.0).all()
     assert not (net.model.transformer.blocks[0].joined.qkv[:, -1] == 2.0).any()
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """Rows of every product that oneDNN was asked for."""
+    linear, rows = modeling_llada._ONEDNN, []
+    if linear is None:
+        pytest.skip("this torch was built without oneDNN")
+
+    def noted(x, weight, *rest):
+        assert x.is_contiguous()
+        assert weight.is_contiguous()
+        rows.append(len(x))
+        return linear(x, weight, *rest)
+
+    monkeypatch.setattr(modeling_llada, "_ONEDNN", noted)
+    return rows
+
+
+def _product(length, weight, dtype=torch.float32):
+    """A product, and added to something; how far both are off."""
+    torch.manual_seed(length)
+    x = torch.randn(length, 2 * weight.shape[0]).to(dtype)[:, ::2]
+    expected = x.double() @ weight.double()
+    residual = torch.randn_like(expected)
+    added = residual.to(dtype, copy=True)
+    modeling_llada._add_times(added, x, weight)
+    off = modeling_llada._times(x, weight) - expected
+    return max(off.abs().max(), (added - residual - expected).abs().max())
+
+
+@pytest.mark.parametrize("length", [4096, 4097, 5000, 8191])
+def test_large_products_are_the_same_by_onednn(length, onednn):
+    weight = torch.randn(24, 16).t()  # [16, 24]: 384 multiplications a row
+    assert _product(2 * length, weight) < 1e-4
+    assert len(onednn) == 2
+
+
+def test_onednn_sees_few_numbers_of_rows_and_hardly_more_than_there_are(onednn, monkeypatch):
+    monkeypatch.setattr(modeling_llada, "_LARGE", 0)
+    weight = torch.randn(3, 2).t()
+    for length in range(1, 1025):
+        modeling_llada._times(torch.zeros(length, 2), weight)
+    assert all(1 <= padded / n < 1.125 for n, padded in enumerate(onednn, 1))
+    # All up to 15, then 8 from one power of two to the next.
+    assert len(set(onednn)) == 15 + 6 * 8 + 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype"),
+    [
+        (torch.ones(1024, 1025).t(), torch.float64),
+        (torch.ones(1024, 1025).t(), torch.bfloat16),
+        (torch.ones(1025, 1024), torch.float32),  # strides that oneDNN has no fast code for
+        (torch.ones(10, 10).t(), torch.float32),
+    ],
+)
+def test_other_products_are_left_to_torch(weight, dtype, onednn):
+    assert _product(7, weight.to(dtype), dtype) < (20 if dtype == torch.bfloat16 else 1e-2)
+    assert onednn == []
+
+
+def test_onednn_can_be_switched_off(onednn, monkeypatch):
+    weight = torch.randn(1025, 1024).t()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "enabled", False)
+        assert _product(7, weight) < 1e-2
+    assert onednn == []
+    assert _product(7, weight) < 1e-2
+    assert onednn == [7, 7]
+
+
+@pytest.mark.parametrize("name", ["d2f_gqa_aggressive_b16", "fast_dllm_dual_thr05_b4"])
+def test_recorded_steps_are_the_same_if_every_product_is_large(
+    name, onednn, record, golden_request, golden_engine, assert_recorded, loop, monkeypatch
+):
+    monkeypatch.setattr(modeling_llada, "_LARGE", 0)
+    stored = record(name)
+    engine = golden_engine(stored, 4)
+    drive = loop(engine)
+    for slot, entry in enumerate(stored["requests"][:4]):
+        drive.join(slot, golden_request(stored, entry))
+    drive.run()
+    for entry in stored["requests"][:4]:
+        assert_recorded(drive.outputs[str(entry["id"])], entry)
+    layers = engine.model.config.n_layers
+    assert len(onednn) == engine.num_forwards * (4 * layers + 1)
