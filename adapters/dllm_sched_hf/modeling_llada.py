@@ -567,7 +567,7 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
         and x.is_cpu
         and x.dtype == torch.float32
         and size >= _LARGE * torch.get_num_threads()
-        and torch.backends.mkldnn.enabled
+        and bool(torch.backends.mkldnn.enabled)
         and weight.t().is_contiguous()  # other strides take a thousand times as long
     )
 
@@ -800,51 +800,56 @@ def _attend_group(
         heads: Of the queries.
         cached: Whether it is the cache.
     """
+    # A CPU does plain products faster than it starts its fused kernel; but that one keeps half
+    # precision's scores in float32.
+    cells = (group.stop - group.start) * group.num_keys
+    plain = group.num_rows == 1 and cells <= _SMALL and q.is_cpu and q.dtype in _WIDE
     slots = group.slots if cached and group.pad is None else None
     if isinstance(slots, slice):
-        q, keys, values = _views(group, slots.start, q, kv, heads)
+        q, keys, values = _views(group, slots.start, q, kv, heads, squeeze=plain)
     else:
         q, keys, values = _gathered(group, q[:, :heads], kv, cached=cached)
+        if plain:
+            q, keys, values = q[0], keys[0], values[0]
     # Query heads that share a key head become more queries of that head: no key is copied.
-    rows, kv_heads, share, length, head_dim = q.shape
-    q = q.reshape(rows, kv_heads, share * length, head_dim)
+    share, length, head_dim = q.shape[-3:]
+    q = q.flatten(-3, -2)
     bias = group.bias
     if bias is not None and share > 1:
         bias = bias.repeat(1, 1, share, 1)
-    if rows == 1 and q.is_cpu and q.dtype in _WIDE and length * group.num_keys <= _SMALL:
-        # A CPU does plain products faster than it starts its fused kernel; but that one keeps half
-        # precision's scores in float32.
-        keys, scale = keys[0].transpose(1, 2), head_dim**-0.5
+    if plain:
+        keys, scale = keys.transpose(1, 2), head_dim**-0.5
         if bias is None:
-            scores = torch.bmm(q[0], keys).mul_(scale)
+            scores = torch.bmm(q, keys).mul_(scale)
         else:
-            scores = torch.baddbmm(bias[0], q[0], keys, alpha=scale)
-        out = torch.bmm(scores.softmax(-1), values[0])
+            scores = torch.baddbmm(bias[0], q, keys, alpha=scale)
+        out = torch.bmm(scores.softmax(-1), values)
     else:
         out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
-    out = out.view(rows, heads, length, head_dim).transpose(1, 2).reshape(-1, heads * head_dim)
+    out = out.view(-1, heads, length, head_dim).transpose(1, 2).reshape(-1, heads * head_dim)
     return out if group.unpad is None else out[group.unpad]
 
 
 def _views(
-    group: AttentionGroup, slot: int, q: Tensor, cache: Tensor, heads: int
+    group: AttentionGroup, slot: int, q: Tensor, cache: Tensor, heads: int, *, squeeze: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as :func:`_gathered` where slots from ``slot`` on lie beside each other.
 
-    Three calls in place of ten, for every group in every layer.
+    Three calls in place of ten, for every group in every layer. The first dimension is left out on
+    demand.
     """
     rows, num_keys = group.num_rows, group.num_keys
     kv_heads, head_dim = cache.shape[2] // 2, cache.shape[3]
     length, share = (group.stop - group.start) // rows, heads // kv_heads
     far, near, head, _ = cache.stride()
-    shape, stride = (rows, kv_heads, num_keys, head_dim), (far, head, near, 1)
+    shape, stride = (rows, kv_heads, num_keys, head_dim)[squeeze:], (far, head, near, 1)[squeeze:]
     start = cache.storage_offset() + slot * far
     keys = cache.as_strided(shape, stride, start)
     values = cache.as_strided(shape, stride, start + kv_heads * head)
     near, head, _ = q.stride()
     q = q.as_strided(
-        (rows, kv_heads, share, length, head_dim),
-        (length * near, share * head, head, near, 1),
+        (rows, kv_heads, share, length, head_dim)[squeeze:],
+        (length * near, share * head, head, near, 1)[squeeze:],
         q.storage_offset() + group.start * near,
     )
     return q, keys, values
