@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
 import attrs
 
-from dllm_sched.errors import ConfigError
-from dllm_sched.request import Phase, Request
+from dllm_sched.errors import ConfigError, described
+from dllm_sched.request import LARGEST_COUNT, Phase, Request
 
 __all__ = ["Capacity", "FixedCanvas", "GrowingKV", "MemoryModel", "RaggedKV", "kept_tokens"]
 
 _MOST_SLOTS = 1_000_000
-_LARGEST = sys.float_info.max
 _PREFILL, _REFRESH, _REUSE = Phase.PREFILL, Phase.REFRESH, Phase.REUSE
 
 
@@ -24,11 +22,12 @@ def at_least_one(instance: object, field: attrs.Attribute[int], value: object) -
     """Validate a count; for the policies' fields as well.
 
     Raises:
-        ConfigError: If it is not an int >= 1, or larger than any float.
+        ConfigError: If it is not an int from 1 to 2**63 - 1.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_COUNT:
         raise ConfigError(
-            f"{type(instance).__name__}: {field.name} must be an int >= 1, got {value!r}"
+            f"{type(instance).__name__}: {field.name} must be an int >= 1 and < 2**63, got "
+            f"{described(value)}"
         )
 
 

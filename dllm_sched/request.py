@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.errors import ConfigError
+from dllm_sched.errors import ConfigError, described
 
 __all__ = ["FinishReason", "Phase", "Request", "RequestStatus", "RequestView"]
 
@@ -49,18 +49,22 @@ class Phase(enum.Enum):
     REUSE = "reuse"  #: only open blocks are computed, the rest comes from the cache
 
 
+LARGEST_COUNT = 2**63 - 1
+"""Of every count, here and wherever one is asked for: what goes with it may be a float."""
+
 _INF = math.inf
 _WAITING = RequestStatus.WAITING
 _PREFILL = Phase.PREFILL
 
 
 def _positive_int(value: object) -> str | None:
-    wrong = not isinstance(value, int) or isinstance(value, bool) or value < 1
-    return "an int >= 1" if wrong else None
+    right = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST_COUNT
+    return None if right else "an int >= 1 and < 2**63"
 
 
 def _int(value: object) -> str | None:
-    return None if isinstance(value, int) and not isinstance(value, bool) else "an int"
+    right = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_COUNT
+    return None if right else "an int > -2**63 and < 2**63"
 
 
 def _instant(value: object) -> str | None:
@@ -121,6 +125,8 @@ def _check(request: Request, _field: attrs.Attribute[str], request_id: object) -
         and prompt >= 1
         and budget >= 1
         and block >= 1
+        and prompt + budget + block <= LARGEST_COUNT  # so each of them is
+        and abs(request.priority) <= LARGEST_COUNT
         and type(request.deadline_at) is float
         and request.deadline_at > -_INF  # and no NaN
         and type(request.queue_timeout_s) is float
@@ -133,7 +139,9 @@ def _check(request: Request, _field: attrs.Attribute[str], request_id: object) -
         value = getattr(request, name)
         wrong = check(value)
         if wrong is not None:
-            raise ConfigError(f"request {request_id!r}: {name} must be {wrong}, got {value!r}")
+            raise ConfigError(
+                f"request {request_id!r}: {name} must be {wrong}, got {described(value)}"
+            )
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -144,7 +152,7 @@ class Request:
 
     Attributes:
         id: Non-empty; unique among active requests, free again once this one has finished.
-        prompt_len: Prompt length in tokens, >= 1.
+        prompt_len: Prompt length in tokens, >= 1; this and all other ints are below 2**63.
         max_new_tokens: Budget of generated tokens, >= 1.
         block_length: Diffusion block length in tokens, >= 1.
         priority: Lower goes first.

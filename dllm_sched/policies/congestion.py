@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
@@ -109,12 +110,13 @@ class RateCap(Admission):
 
     def recheck(self, state: Any, round: Round) -> float:
         """Return the steps until the next class has a join again. O(classes)."""
-        waits = [
-            math.ceil((1 - left) / self.per_step[name] - 1e-9)
+        waits = (
+            (1 - left) / self.per_step[name] - 1e-9
             for name, left in state.left.items()
             if left < 1 - 1e-9
-        ]
-        return max(1, min(waits)) if waits else math.inf
+        )
+        soonest = min(waits, default=math.inf)
+        return max(1, math.ceil(soonest)) if soonest < math.inf else math.inf
 
 
 def _histogram(value: Any) -> tuple[tuple[int, float], ...] | None:
@@ -164,10 +166,10 @@ class ProjectedPeak(Admission):
         object.__setattr__(self, "_ends", self._projected_ends())
 
     def _projected_ends(self) -> tuple[int, ...]:
-        """By finished blocks: after how many the row is taken to end."""
+        """By the lengths that were outgrown: after how many blocks the row is taken to end."""
         pairs, ends = self.lengths or (), []
-        for done in range(pairs[-1][0] if pairs else 0):
-            longer = [(n, weight) for n, weight in pairs if n > done]
+        for outgrown in range(len(pairs)):
+            longer = pairs[outgrown:]
             target = self.quantile * math.fsum(weight for _, weight in longer)
             below = 0.0
             for end, weight in longer:  # noqa: B007
@@ -182,7 +184,8 @@ class ProjectedPeak(Admission):
         request, done = rv.request, rv.num_blocks_done
         end = request.max_blocks
         if self.lengths is not None:
-            end = min(end, self._ends[done] if done < len(self._ends) else done + 1)
+            outgrown = bisect_right(self.lengths, (done, math.inf))
+            end = min(end, self._ends[outgrown] if outgrown < len(self._ends) else done + 1)
         start, block = request.prompt_len, request.block_length
         pages = self.memory.pages
         return [pages(request, start + n * block) for n in range(done, max(end, done + 1))]

@@ -142,7 +142,7 @@ class AgedShortestFirst(Ordering):
     rate: float = 0.1
     period_s: float = 30.0
     placeholder: float = 1024.0
-    _per_s: float = attrs.field(init=False, repr=False, eq=False)
+    _decay: float = attrs.field(init=False, repr=False, eq=False)  # of the log, per period
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.predictor, type) or not callable(getattr(self.predictor, "cost", None)):
@@ -153,11 +153,11 @@ class AgedShortestFirst(Ordering):
         if not is_number(self.rate) or not 0 <= self.rate < 1:
             raise ConfigError(f"AgedShortestFirst: rate must be >= 0 and < 1, got {self.rate!r}")
         positive(period_s=self.period_s, placeholder=self.placeholder)
-        object.__setattr__(self, "_per_s", -math.log1p(-self.rate) / self.period_s)
+        object.__setattr__(self, "_decay", -math.log1p(-self.rate))
 
     def key(self, state: Any, rv: RequestView) -> tuple[float, ...]:
         """Return the log of the work, later the later it came. O(1) beside the predictor."""
-        return (math.log(self._work(rv)) + self._per_s * rv.arrived_at,)
+        return (math.log(self._work(rv)) + self._decay * rv.arrived_at / self.period_s,)
 
     def _work(self, rv: RequestView) -> float:
         request = rv.request

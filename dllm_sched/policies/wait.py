@@ -11,6 +11,7 @@ or blocks, which makes the same shares of a batch but lets more requests join at
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -450,12 +451,14 @@ class NestedWaitRows(_SeesRows, Composition):
         at: dict[int, list[RequestView]] = {}
         for stage, rv in zip(self._stages(segments, rows), rows, strict=True):
             at.setdefault(stage, []).append(rv)
+        reached = sorted(at)
         chosen: list[RequestView] | None = None
         first = 0
         for segment in segments:
             end = first + segment.num_stages
             here = at.get(first, [])
-            later = [at[stage] for stage in range(first + 1, end) if stage in at]
+            inside = reached[bisect_right(reached, first) : bisect_left(reached, end)]
+            later = [at[stage] for stage in inside]
             quota = _quota(segment, sum(map(len, later)))
             if len(here) + num_waiting < quota and not started:
                 break

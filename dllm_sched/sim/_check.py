@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from dllm_sched.errors import ConfigError
+from dllm_sched.errors import ConfigError, described
 
 
 def instance_of(kind: type[Any]) -> Callable[[Any, attrs.Attribute[Any], Any], None]:
@@ -21,6 +21,12 @@ def instance_of(kind: type[Any]) -> Callable[[Any, attrs.Attribute[Any], Any], N
             )
 
     return check
+
+
+def any_seed(value: object) -> None:
+    """Refuse what seeds nothing: all but an int >= 0, of whatever size."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"seed must be an int >= 0, got {described(value)}")
 
 
 def length_only(values: Any) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dllm_sched.errors import ConfigError
 from dllm_sched.request import Request
-from dllm_sched.sim._check import instance_of
+from dllm_sched.sim._check import any_seed, instance_of
 from dllm_sched.sim.arrivals import MMPP, Arrivals
 from dllm_sched.sim.shapes import Work
 from dllm_sched.sim.workloads import Workload
@@ -86,7 +86,7 @@ class TypedLoop(Workload):
     _names: dict[Work, str] = attrs.field(init=False, repr=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        whole(0, seed=self.seed)
+        any_seed(self.seed)
         if self.until_s != math.inf:
             positive(until_s=self.until_s)
         if self.max_requests is not None:

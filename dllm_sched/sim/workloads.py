@@ -24,7 +24,7 @@ import attrs
 import numpy as np
 
 from dllm_sched.errors import ConfigError
-from dllm_sched.sim._check import instance_of, length_only
+from dllm_sched.sim._check import any_seed, instance_of, length_only
 from dllm_sched.sim.arrivals import Arrivals, ClientMix, csv_rows, open_text
 from dllm_sched.sim.lengths import Fixed
 from dllm_sched.sim.shapes import Decoder, LadderSteps, Shapes, Work
@@ -62,10 +62,6 @@ def _optional(**values: object) -> None:
     whole(1, **{name: value for name, value in values.items() if value is not None})
 
 
-def _seed(seed: object) -> None:
-    whole(0, seed=seed)
-
-
 @attrs.frozen
 class OpenLoop(Workload):
     """Requests that arrive whether or not the others are finished.
@@ -85,7 +81,7 @@ class OpenLoop(Workload):
     until_s: float = attrs.field(default=math.inf, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        _seed(self.seed)
+        any_seed(self.seed)
         _optional(max_requests=self.max_requests)
         if self.until_s != math.inf:
             positive(until_s=self.until_s)
@@ -189,7 +185,7 @@ class Trace(Workload):
     def __attrs_post_init__(self) -> None:
         positive(speedup=self.speedup)
         not_negative(jitter_s=self.jitter_s)
-        _seed(self.seed)
+        any_seed(self.seed)
         _optional(
             max_prompt_len=self.max_prompt_len,
             max_output_len=self.max_output_len,
@@ -320,7 +316,7 @@ class ClosedLoop:
         not_negative(think_s=self.think_s)
         if self.think not in ("exponential", "constant"):
             raise ConfigError(f"think must be 'exponential' or 'constant', got {self.think!r}")
-        _seed(self.seed)
+        any_seed(self.seed)
         _optional(max_requests=self.max_requests)
 
     def start(self) -> ClosedLoopRun:

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dllm_sched.errors import ConfigError
+from dllm_sched.errors import ConfigError, described
+from dllm_sched.request import LARGEST_COUNT
 
 _LARGEST = sys.float_info.max
 
@@ -23,28 +24,31 @@ def positive(**values: object) -> None:
     """Refuse what is not a finite number > 0."""
     for name, value in values.items():
         if not is_number(value) or not 0 < value < math.inf:  # type: ignore[operator]
-            raise ConfigError(f"{name} must be a positive finite number, got {value!r}")
+            raise ConfigError(f"{name} must be a positive finite number, got {described(value)}")
 
 
 def not_negative(**values: object) -> None:
     """Refuse what is not a finite number >= 0."""
     for name, value in values.items():
         if not is_number(value) or not 0 <= value < math.inf:  # type: ignore[operator]
-            raise ConfigError(f"{name} must be a finite number >= 0, got {value!r}")
+            raise ConfigError(f"{name} must be a finite number >= 0, got {described(value)}")
 
 
 def fraction(**values: object) -> None:
     """Refuse what is not a number strictly between 0 and 1."""
     for name, value in values.items():
         if not is_number(value) or not 0 < value < 1:  # type: ignore[operator]
-            raise ConfigError(f"{name} must lie strictly between 0 and 1, got {value!r}")
+            raise ConfigError(f"{name} must lie strictly between 0 and 1, got {described(value)}")
 
 
 def whole(least: int = 1, **values: object) -> None:
-    """Refuse what is not an int of at least ``least``."""
+    """Refuse what is not an int of at least ``least``, below 2**63."""
     for name, value in values.items():
-        if not isinstance(value, int) or not is_number(value) or value < least:
-            raise ConfigError(f"{name} must be an int >= {least}, got {value!r}")
+        right = isinstance(value, int) and not isinstance(value, bool)
+        if not right or not least <= value <= LARGEST_COUNT:  # type: ignore[operator]
+            raise ConfigError(
+                f"{name} must be an int >= {least} and < 2**63, got {described(value)}"
+            )
 
 
 def histogram(name: str, weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:

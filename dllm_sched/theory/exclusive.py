@@ -13,6 +13,8 @@ from dllm_sched.theory._check import fraction, is_number, not_negative, positive
 
 __all__ = ["empty_slots", "hazard_correction", "is_mixed_better", "safe_slots", "threshold"]
 
+_STEEPEST = 8e15  # of the threshold's equation; beyond it the root is 1 to the last bit
+
 
 def threshold(*, hazard: float, prefill_base_s: float, decode_base_s: float) -> float:
     """Return the share of empty slots at which to prefill, theta0, in (0, 1).
@@ -33,7 +35,7 @@ def threshold(*, hazard: float, prefill_base_s: float, decode_base_s: float) -> 
     """
     fraction(hazard=hazard)
     positive(prefill_base_s=prefill_base_s, decode_base_s=decode_base_s)
-    target = hazard * prefill_base_s / decode_base_s
+    target = min(hazard * prefill_base_s / decode_base_s, _STEEPEST)
 
     def excess(zeta: float) -> float:
         if zeta < 1e-3:  # where the difference would cancel

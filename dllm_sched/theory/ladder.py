@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from fractions import Fraction
 from types import MappingProxyType
@@ -77,7 +78,7 @@ class StepLadder:
     def _tokens(self, threshold: float) -> int:
         """The least k with ``k / block_length >= threshold``, as the decoder computes it."""
         length = self.block_length
-        return next(k for k in range(length + 1) if k / length >= threshold)
+        return bisect_left(range(length), threshold, key=lambda k: k / length)
 
     def steps(self, num_blocks: int) -> int:
         """Return the published decoder's step count of a request of >= 1 blocks. O(1)."""

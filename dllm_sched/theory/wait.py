@@ -90,6 +90,11 @@ def _check(types: Sequence[TrafficType]) -> None:
         raise ConfigError(f"types must be a non-empty sequence of TrafficType, got {types!r}")
 
 
+def _unit(types: Sequence[TrafficType]) -> float:
+    """A power of two: rates over it are exact, and no sum of them is beyond every float."""
+    return 2.0 ** (math.frexp(max(each.rate for each in types))[1] - 1)
+
+
 def fluid_equilibrium(
     types: Sequence[TrafficType], *, base_s: float, token_s: float
 ) -> FluidEquilibrium:
@@ -185,8 +190,9 @@ def booking_limits(types: Sequence[TrafficType], total: int) -> tuple[BookingLim
     """
     _check(types)
     whole(total=total)
-    work = math.fsum(each.rate * each.num_stages for each in types)
-    limits = [total * each.rate * each.num_stages / work for each in types]
+    unit = _unit(types)
+    work = math.fsum(each.rate / unit * each.num_stages for each in types)
+    limits = [total * (each.rate / unit) * each.num_stages / work for each in types]
     return tuple(
         BookingLimit(limit, int(max(limit / each.num_stages, 1)))
         for each, limit in zip(types, limits, strict=True)
@@ -214,13 +220,14 @@ def nested_segments(types: Sequence[TrafficType], total: int) -> tuple[Segment, 
     _check(types)
     whole(total=total)
     ends = [0, *sorted({each.decode_len for each in types})]
+    unit = _unit(types)
     parts = [
-        (end - start, math.fsum(each.rate for each in types if each.decode_len > start))
+        (end - start, math.fsum(each.rate / unit for each in types if each.decode_len > start))
         for start, end in itertools.pairwise(ends)
     ]
     work = math.fsum(count * rate for count, rate in parts)
     shares = [total * count * rate / work for count, rate in parts]
     return tuple(
-        Segment(count, rate, share, math.ceil(share / count))
+        Segment(count, rate * unit, share, math.ceil(share / count))
         for (count, rate), share in zip(parts, shares, strict=True)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import math
 from typing import Any
 
@@ -15,6 +16,7 @@ from dllm_sched import (
     ClockError,
     ConfigError,
     DllmSchedError,
+    FinishReason,
     FixedCanvas,
     GrowingKV,
     Policy,
@@ -25,9 +27,19 @@ from dllm_sched import (
     policies,
     presets,
 )
+from dllm_sched.batch import RowFinished
 from dllm_sched.capacity import RaggedKV
 from dllm_sched.journal import JournaledScheduler, replay
-from dllm_sched.policies import Admission, Control, Eviction, Ordering, Timeout
+from dllm_sched.policies import (
+    Admission,
+    Control,
+    Eviction,
+    Ordering,
+    Slots,
+    StepCap,
+    Timeout,
+    TokenBudget,
+)
 from dllm_sched.policies.base import Composition
 from dllm_sched.runtime import AsyncDriver, Driver, MonotonicClock, VirtualClock
 from dllm_sched.sim.recording import SlotTimeline
@@ -36,7 +48,11 @@ from dllm_sched.theory import batching, energy, exclusive, surface
 from dllm_sched.theory.wait import TrafficType
 
 HUGE = 10**400  # beyond every float
-HOSTILE = [HUGE, HUGE + 1, -HUGE, math.nan, math.inf, -math.inf, True, "5", None, [], object()]
+TINY, LARGE = 5e-324, 1e308  # floats whose inverse, or whose double, is none
+HOSTILE = [
+    *(HUGE, HUGE + 1, -HUGE, math.nan, math.inf, -math.inf, TINY, LARGE, 10**300, 2**63),
+    *(True, "5", None, [], object()),
+]
 MEMORY = GrowingKV(page_size=8)
 SLOTS = Capacity(max_num_seqs=4, num_pages=40, memory=MEMORY)
 TYPES = {"": TrafficType(1.0, 0, 9)}
@@ -229,6 +245,44 @@ def test_a_value_refuses_what_it_cannot_be(kind, given):
                 scheduler.next_step(now=0.0)
 
 
+@pytest.mark.parametrize("field", ["prompt_len", "max_new_tokens", "block_length", "priority"])
+def test_a_request_is_of_a_size_that_arithmetic_holds(field):
+    """Its greatest is served under every policy and memory model; what is beyond is refused."""
+    fields = {"prompt_len": 4, "max_new_tokens": 16, "block_length": 8}
+    for beyond in (2**63, 10**300, HUGE, 10**5000):  # Python does not even write the last one
+        with pytest.raises(ConfigError, match=rf"request 'a': {field} must be an int .* < 2\*\*63"):
+            Request("a", **{**fields, field: beyond})
+    greatest = {**fields, field: 2**63 - 1}
+    memories = (GrowingKV(page_size=8), FixedCanvas(page_size=8), RaggedKV((0.5, 1.0), page_size=8))
+    for name, memory in itertools.product(presets.PRESETS, memories):
+        takes = inspect.signature(presets.PRESETS[name]).parameters
+        given = {key: value for key, value in PRESETS.items() if key in takes}
+        scheduler = Scheduler(
+            policy=presets.PRESETS[name](**given),
+            capacity=Capacity(max_num_seqs=4, num_pages=2**63 - 1, memory=memory),
+        )
+        for deadline_at in (1e6, math.inf):
+            request = Request(f"until {deadline_at}", deadline_at=deadline_at, **greatest)
+            assert scheduler.submit(request, now=0.0)
+        scheduler.drain(now=0.0)
+        ended = 0
+        for step in range(1, 7):
+            batch = scheduler.next_step(now=float(step)).batch
+            if batch is not None:
+                done = tuple(RowFinished(row.slot, FinishReason.EOS) for row in batch.rows)
+                outcome = StepOutcome(finished=done if step % 2 else ())
+                ended += len(scheduler.complete_step(batch, outcome, now=float(step)).finished)
+        assert ended == 2, name
+        scheduler.check_invariants()
+
+
+@pytest.mark.parametrize("kind", [TokenBudget, StepCap, FixedCanvas, Slots])
+def test_a_count_is_below_two_to_the_63(kind):
+    for beyond in (2**63, HUGE, 10**5000):
+        with pytest.raises(ConfigError, match=r"must be an int >= 1 and < 2\*\*63"):
+            kind(beyond)
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 NO_INSTANTS = [HUGE, -HUGE, math.nan, math.inf, -math.inf, "5", b"5", None, [], object()]
@@ -337,7 +391,7 @@ def test_a_call_refuses_what_is_none_of_its_arguments(kind):
     assert scheduler.counts().running == 1
 
 
-JUNK = [*HOSTILE[:-5], b"5", 5, -1, "x", None, [], {}, object()]
+JUNK = [*HOSTILE[:6], b"5", 5, -1, "x", None, [], {}, object()]
 
 
 @pytest.mark.parametrize("kind", [Driver, AsyncDriver])

@@ -385,7 +385,7 @@ SIX = Policy(
 @pytest.mark.parametrize(
     ("call", "policy", "calls", "bytecodes"),
     [
-        (submit, None, 7, 530),
+        (submit, None, 7, 546),
         (turn, None, 24, 1_415),
         (boundaries, None, 23, 1_050),
         (submit, SIX, 12, 690),

@@ -42,6 +42,14 @@ def test_threshold_solves_its_equation(ratio):
     assert 0 < theta <= 1
 
 
+def test_the_threshold_of_costs_that_are_worlds_apart_stays_below_one():
+    for prefill, decode in ((1e308, 1.0), (1.0, 5e-324), (1e308, 5e-324)):
+        theta = threshold(hazard=0.5, prefill_base_s=prefill, decode_base_s=decode)
+        assert theta == math.nextafter(1.0, 0.0)
+        assert empty_slots(theta, 4) == 3  # one decoding row keeps them waiting
+    assert 0 < threshold(hazard=0.5, prefill_base_s=5e-324, decode_base_s=1e308) < 1e-150
+
+
 def test_hazard_correction():
     assert round(hazard_correction(0.5, **EXAMPLE), 7) == 0.0023612
     assert hazard_correction(0.5, **{**EXAMPLE, "hazard_slope": 0.0}) == 0

@@ -48,6 +48,11 @@ def test_periods(activate, append, period):
     assert _ladder(append, activate).period == period
 
 
+def test_a_block_of_any_length_has_a_period():
+    length = 2**50
+    assert StepLadder(length, block_add_threshold=0.25, decoded_token_threshold=0.5).period == 2**49
+
+
 def test_first_and_last_level_when_blocks_wait_for_each_other():
     assert [_ladder(0.1, 1.0).steps(n) for n in (6, 16)] == [193, 513]
 

@@ -65,6 +65,16 @@ def test_segments_of_four_types():
     assert [each.num_stages for each in found] == [20, 20, 40, 80]
 
 
+@pytest.mark.parametrize("divide", [booking_limits, nested_segments])
+def test_rates_beyond_any_sum_divide_as_their_ratios_do(divide):
+    types = [TrafficType(r, 25, d) for r, d in ((1.75, 20), (1.7, 40))]
+    huge = [TrafficType(math.ldexp(each.rate, 1023), 25, each.decode_len) for each in types]
+    tiny = [TrafficType(math.ldexp(each.rate, -1000), 25, each.decode_len) for each in types]
+    limits = [(each.limit, each.per_stage) for each in divide(types, 256)]
+    assert limits == [(each.limit, each.per_stage) for each in divide(huge, 256)]
+    assert limits == [(each.limit, each.per_stage) for each in divide(tiny, 256)]
+
+
 def test_types_of_one_length_share_a_segment():
     (only,) = nested_segments([TrafficType(1, 1, 5), TrafficType(2, 9, 5)], 10)
     assert only == (5, 3, 10, 2)
