@@ -616,7 +616,8 @@ def restore(
         source: The old journal.
         sink: The new one; when this has returned the old one is no longer needed.
         now: Seconds on the new clock.
-        capacity: Default: the one last in force.
+        capacity: Default: the one last in force. A ``max_num_seqs`` that was lowered, because a
+            step did not fit or by hand (a journal does not say), stays so: give the full one here.
         policy: Default: the one last in force; its estimates start anew.
         policies: Those that the journal has by name alone.
         make_request: Builds a request from (fields, payload as written); default: a ``Request``.

@@ -103,8 +103,8 @@ class Driver:
     * ``StepFailedError``: its rows restart or fail as it says, and the scheduler's
       ``max_num_seqs`` goes down to its limit, never below 1, whatever the policy. After
       ``recover_steps`` steps that went well with all those slots taken it goes up by one, and so
-      on, up to where it was; if one does not fit again, the next row takes twice as many. The log
-      says why.
+      on, up to where it was, or to one row more than the policy ever runs; if one does not fit
+      again, the next row takes twice as many. The log says why.
     * Any other exception, or an outcome or a ``StepFailedError`` that cannot be: every row of the
       step restarts from nothing. A request that restarted ``max_restarts`` times fails instead,
       with the error as its ``Finished.error``; so a step that always fails ends.

@@ -152,6 +152,28 @@ def test_every_preset_serves_all_with_fewer_slots_for_good(name, rows):
     assert limits[-1] <= rows or name == "per_request"
 
 
+def test_it_comes_back_as_far_as_the_policy_fills_it():
+    """One row more than the policy ever runs holds nobody back; what is beyond was never tried."""
+    before = []
+
+    def then(driver, step):
+        if step == 60 and not before:
+            before.append(driver._scheduler.capacity.max_num_seqs)
+            driver.call(driver._scheduler.set_policy, presets.continuous(20))
+
+    limits = serve(
+        {0: 8, 1: 64},
+        slots=64,
+        steps=30,
+        count=90,
+        policy=presets.continuous(16),
+        then=then,
+        recover_steps=2,
+    )
+    assert before == [17]
+    assert limits == [64, *range(8, 22)]  # the policy after it has 20 rows
+
+
 def test_rows_that_sit_out_take_their_slots_too():
     policy = Policy(composition=OneAtATime())
     fails = {9: StepFailedError("no memory", max_num_seqs=4)}
