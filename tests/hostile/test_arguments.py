@@ -6,6 +6,8 @@ import inspect
 import io
 import itertools
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -56,20 +58,17 @@ HOSTILE = [
 MEMORY = GrowingKV(page_size=8)
 SLOTS = Capacity(max_num_seqs=4, num_pages=40, memory=MEMORY)
 TYPES = {"": TrafficType(1.0, 0, 9)}
-PRESETS: dict[str, Any] = {
-    "batch_size": 2,
-    "target_j": 5.0,
-    "fixed_j": 6.0,
-    "row_j": 2.0,
-    "widths": (2, 8),
-    "committed": (1.5, 4.0),
-    "latency_s": {1: (1.0, 1.0), 8: (1.0, 3.0)},
-    "weights": {"": 2.0},
-    "grid": ((0.7, 0.62), (0.9, 1.0)),
-    "types": TYPES,
-}
+needed = runpy.run_path(str(Path(__file__).parents[1] / "needed.py"))["needed"]
+GRID = ((0.7, 0.62), (0.9, 1.0))
 LENGTHS = {"memory": MEMORY, "lengths": {1: 2.0, 2: 1.0}}
-"""Beside those, for ``congestion_stable`` alone."""
+OPTIONS: dict[str, dict[str, Any]] = {
+    "congestion_stable": LENGTHS,
+    "fair_share": {"weights": {"": 2.0}},
+    "nested_wait": {"types": TYPES},
+    "tediserve": {"grid": GRID},
+    "wait": {"types": TYPES},
+}
+"""Of the presets that have such as a number hides in."""
 
 
 def serve(policy: Policy) -> None:
@@ -112,8 +111,7 @@ def variants(value: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(presets.PRESETS))
 def test_a_preset_refuses_what_it_cannot_use(name):
     takes = inspect.signature(presets.PRESETS[name]).parameters
-    known = PRESETS | (LENGTHS if name == "congestion_stable" else {})
-    given = {key: value for key, value in known.items() if key in takes}
+    given = needed(name, 2) | OPTIONS.get(name, {})
     served = 0
     for argument in takes:
         for wrong in variants(given.get(argument)):
@@ -131,8 +129,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "AgedShortestFirst": {},
     "BoundingBox": {"tokens": 300},
     "ByLength": {"modes": ("short", "long"), "bounds": (20,)},
-    "ChunkWidth": {key: PRESETS[key] for key in ("widths", "committed", "latency_s")},
-    "ConfidenceThreshold": {"grid": PRESETS["grid"], "demand": 1.0},
+    "ChunkWidth": {
+        key: value for key, value in needed("optimus", 2).items() if key != "batch_size"
+    },
+    "ConfidenceThreshold": {"grid": GRID, "demand": 1.0},
     "ConstantCost": {},
     "DeficitBudget": {},
     "EarliestDeadline": {},
@@ -255,10 +255,8 @@ def test_a_request_is_of_a_size_that_arithmetic_holds(field):
     greatest = {**fields, field: 2**63 - 1}
     memories = (GrowingKV(page_size=8), FixedCanvas(page_size=8), RaggedKV((0.5, 1.0), page_size=8))
     for name, memory in itertools.product(presets.PRESETS, memories):
-        takes = inspect.signature(presets.PRESETS[name]).parameters
-        given = {key: value for key, value in PRESETS.items() if key in takes}
         scheduler = Scheduler(
-            policy=presets.PRESETS[name](**given),
+            policy=presets.PRESETS[name](**needed(name, 2)),
             capacity=Capacity(max_num_seqs=4, num_pages=2**63 - 1, memory=memory),
         )
         for deadline_at in (1e6, math.inf):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -24,23 +25,13 @@ from dllm_sched.testing import FakeEngine
 
 SLOTS = 4
 STEP = Linear(0.01, row_s=0.001)
-ARGUMENTS = {
-    "batch_size": SLOTS,
-    "target_j": 5.0,
-    "fixed_j": 6.0,
-    "row_j": 2.0,
-    "widths": (2, 8),
-    "committed": (1.5, 4.0),
-    "latency_s": {1: (1.0, 1.0), SLOTS: (1.0, 3.0)},
-}
 PAGES = {"num_pages": 80, "memory": GrowingKV(page_size=16)}  # two of four rows at their ends
 ALL = sorted(presets.PRESETS)
+needed = runpy.run_path(str(Path(__file__).parents[1] / "needed.py"))["needed"]
 
 
 def preset(name, **more):
-    takes = inspect.signature(presets.PRESETS[name]).parameters
-    given = {key: value for key, value in ARGUMENTS.items() if key in takes}
-    return presets.PRESETS[name](**{**given, **more})
+    return presets.PRESETS[name](**{**needed(name, SLOTS), **more})
 
 
 def capacity_per_s(policy):

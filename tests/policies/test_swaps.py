@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import runpy
+from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -25,28 +26,13 @@ from dllm_sched import (
 from dllm_sched.policies.presets import PRESETS
 from dllm_sched.testing import FakeEngine
 
-BY_PARAMETER: dict[str, Any] = {
-    "batch_size": 3,
-    "target_j": 5.0,
-    "fixed_j": 6.0,
-    "row_j": 2.0,
-    "widths": (2, 8),
-    "committed": (1.5, 4.0),
-    "latency_s": {1: (1.0, 1.0), 3: (1.0, 3.0)},
-}
-"""What to give for a parameter that has no default."""
+needed = runpy.run_path(str(Path(__file__).parents[1] / "needed.py"))["needed"]
 
 
 def small(name: str, capacity: Capacity) -> Policy:
     """Build a preset with small arguments."""
-    parameters = inspect.signature(PRESETS[name]).parameters
-    known = BY_PARAMETER | ({} if capacity.memory is None else {"memory": capacity.memory})
-    arguments = {
-        parameter: known[parameter]
-        for parameter, how in parameters.items()
-        if how.default is inspect.Parameter.empty or parameter in known
-    }
-    return PRESETS[name](**arguments)
+    more = {"memory": capacity.memory} if name == "congestion_stable" else {}
+    return PRESETS[name](**needed(name, 3), **more)
 
 
 CAPACITIES = [

@@ -1,7 +1,8 @@
 """After a step that did not fit: fewer rows at once, and one more again after good steps."""
 
-import inspect
 import logging
+import runpy
+from pathlib import Path
 
 import pytest
 
@@ -12,22 +13,12 @@ from dllm_sched.runtime.limit import RowLimit
 from dllm_sched.testing import FakeEngine
 from dllm_sched.theory.wait import TrafficType
 
-ARGUMENTS = {
-    "batch_size": 8,
-    "target_j": 5.0,
-    "fixed_j": 6.0,
-    "row_j": 2.0,
-    "widths": (2, 8),
-    "committed": (1.5, 4.0),
-    "latency_s": {1: (1.0, 1.0), 8: (1.0, 3.0)},
-    "types": {"": TrafficType(1.0, 0, 1)},
-}
+needed = runpy.run_path(str(Path(__file__).parents[1] / "needed.py"))["needed"]
 
 
 def preset(name):
-    takes = inspect.signature(presets.PRESETS[name]).parameters
-    given = {key: value for key, value in ARGUMENTS.items() if key in takes}
-    return presets.PRESETS[name](**given)
+    more = {"types": {"": TrafficType(1.0, 0, 1)}} if name in ("wait", "nested_wait") else {}
+    return presets.PRESETS[name](**needed(name, 8), **more)
 
 
 class OneAtATime(Composition):
