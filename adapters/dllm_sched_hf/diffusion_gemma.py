@@ -558,7 +558,7 @@ class DiffusionGemmaEngine:
             weight = self.model.model.decoder.embed_tokens.weight
             check_unchanged(self.model, weight, self._device, self._conditioning.dtype)
         if batch.joined or batch.rows is not self._checked_rows:
-            check_rows(batch, self._tenants, self._over, self._kept)
+            check_rows(batch, batch.rows, self._tenants, self._over, self._kept)
 
     def _join(self, joined: tuple[Row, ...]) -> list[RowFailed]:
         """Place new rows; a request that cannot run fails alone."""

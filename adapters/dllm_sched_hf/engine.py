@@ -192,7 +192,6 @@ class _Tenant:
     request: DecodeRequest
     trace: list[dict[str, Any]] | None
     knobs: Knobs | None = None  #: last seen
-    given: tuple[Knobs, Knobs] | None = None  #: its own and the batch's that gave those
 
 
 _Found = Tensor | tuple[NDArray[Any], Ints]
@@ -299,9 +298,7 @@ class DecodingEngine:
             self._check_stop_ids("stop_token_ids", self.stop_token_ids)
         self.num_forwards = self.num_tokens = self.num_shared_tokens = 0
         self.forward_s = 0.0
-        self._clock = clock
-        self._trace = trace
-        self._report_masked = report_masked
+        self._clock, self._trace, self._report_masked = clock, trace, report_masked
         weight = base.get_input_embeddings().weight
         self._device, self._dtype = weight.device, weight.dtype
         self._decoder = decoder = self.decoder_type(max_num_seqs, self.max_len, self.mask_token_id)
@@ -342,7 +339,10 @@ class DecodingEngine:
         self._over: set[int] = set()
         self._tenants: list[_Tenant | None] = [None] * max_num_seqs
         self._kept: dict[Request, _Kept] = {}
-        self._last_batch: tuple[tuple[Row, ...], Knobs] = ((), NO_KNOBS)
+        self._last_rows: tuple[Row, ...] | None = None
+        # Rows that are known to be in their slots, by slot, and the batch's knobs in force there.
+        self._known: dict[int, Row] = {}
+        self._known_knobs = NO_KNOBS
         self._slots: Ints = np.empty(0, np.int64)
         self._first = self._slots  # where the predictions of each position begin, of all in a row
         # Places of the last step that ran without a graph, and what they make of its layout.
@@ -518,15 +518,9 @@ class DecodingEngine:
         """Place who joins, plan the step and start its forward."""
         if self._lost is not None:
             raise DeviceLostError([row.slot for row in batch.rows], self._lost)
-        if batch.knobs is not self._last_batch[1]:
-            check_knobs("batch knobs", self.decoder_type.knobs, batch.knobs)
-        if batch.joined:
-            weight = self.model.get_input_embeddings().weight
-            check_unchanged(self.model, weight, self._device, self._dtype)
-        if batch.joined or batch.rows is not self._last_batch[0]:
-            check_rows(batch, self._tenants, self._over, self._kept)
+        new = self._check(batch)
         failed = self._join(batch.joined)
-        slots = self._select(batch, failed)
+        slots = self._select(batch, new, failed)
         if len(slots) == 0:
             return _Flight(batch, failed, None, None, 0.0)
         try:
@@ -599,6 +593,7 @@ class DecodingEngine:
                 self._kept.pop(gone.request, None)
             if gone.slot is None:
                 continue
+            self._known.pop(gone.slot, None)
             tenant = self._tenants[gone.slot]
             if tenant is None or tenant.request is not gone.request:
                 continue  # it failed to join
@@ -610,9 +605,27 @@ class DecodingEngine:
                     cache = torch.stack([layer[gone.slot, :cached] for layer in self._layers]).cpu()
                 state = self._decoder.save(gone.slot)
                 self._kept[tenant.request] = _Kept(state, cache, tenant.trace)
-        self._last_batch = ((), NO_KNOBS)
+        self._last_rows = None
 
     # -- joining and selecting
+
+    def _check(self, batch: StepBatch) -> list[Row]:
+        """Raise unless this engine can run the batch; return its rows that were not known."""
+        known = self._known
+        if batch.knobs is not self._known_knobs:
+            check_knobs("batch knobs", self.decoder_type.knobs, batch.knobs)
+            known.clear()
+            self._known_knobs = batch.knobs
+        elif batch.rows is self._last_rows and not batch.joined:
+            return []
+        if batch.joined:
+            weight = self.model.get_input_embeddings().weight
+            check_unchanged(self.model, weight, self._device, self._dtype)
+            for row in batch.joined:
+                known.pop(row.slot, None)
+        new = [row for row in batch.rows if known.get(row.slot) is not row]
+        check_rows(batch, new, self._tenants, self._over, self._kept)
+        return new
 
     def _join(self, joined: tuple[Row, ...]) -> list[RowFailed]:
         """Place new rows; a request that cannot run fails alone."""
@@ -646,39 +659,40 @@ class DecodingEngine:
             self._tenants[slot] = _Tenant(request, trace)
         return failed
 
-    def _select(self, batch: StepBatch, failed: list[RowFailed]) -> Ints:
+    def _select(self, batch: StepBatch, new: list[Row], failed: list[RowFailed]) -> Ints:
         """Return the batch's slots, ascending, with their knobs in force.
 
-        A row whose own knobs are bad is left out and joins ``failed``.
+        Args:
+            batch: The step's.
+            new: Those of its rows that are not known.
+            failed: Rows that cannot take part; one whose own knobs are bad is added.
         """
-        if not failed and self._last_batch[0] is batch.rows and self._last_batch[1] is batch.knobs:
+        if batch.rows is self._last_rows and not (new or failed):
             return self._slots
         lost = {row.slot for row in failed} | self._over
-        slots = []
-        for row in batch.rows:
+        for row in new:
             slot = row.slot
             tenant = self._tenants[slot]
             if tenant is None or slot in lost:
                 continue
-            own, whole = tenant.given or (None, None)
-            if own is row.knobs and whole is batch.knobs:
-                slots.append(slot)
-                continue
-            try:
-                check_knobs(
-                    f"request {row.request.id!r}: knobs", self.decoder_type.knobs, row.knobs
-                )
-            except ConfigError as error:
-                # Its slot stays its own until release(): if this step fails, it comes again.
-                failed.append(RowFailed(slot, error))
-                continue
-            self._apply(slot, tenant, {**batch.knobs, **row.knobs} if batch.knobs else row.knobs)
-            tenant.given = (row.knobs, batch.knobs)
-            slots.append(slot)
-        slots.sort()
+            before = self._known.get(slot)
+            if before is None or before.knobs is not row.knobs:
+                try:
+                    check_knobs(
+                        f"request {row.request.id!r}: knobs", self.decoder_type.knobs, row.knobs
+                    )
+                except ConfigError as error:
+                    # Its slot stays its own until release(): if this step fails, it comes again.
+                    failed.append(RowFailed(slot, error))
+                    lost.add(slot)
+                    continue
+                knobs = {**batch.knobs, **row.knobs} if batch.knobs else row.knobs
+                self._apply(slot, tenant, knobs)
+            self._known[slot] = row
+        slots = sorted(row.slot for row in batch.rows if row.slot not in lost)
         if slots != self._slots.tolist():  # by the very array a decoder knows its last step
             self._slots = np.array(slots, np.int64)
-        self._last_batch = (batch.rows, batch.knobs) if not failed else ((), NO_KNOBS)
+        self._last_rows = None if failed else batch.rows
         return self._slots
 
     def _apply(self, slot: int, tenant: _Tenant, knobs: Mapping[str, Any]) -> None:
@@ -1104,7 +1118,7 @@ class DecodingEngine:
         over = {row.slot for row in finished} | {row.slot for row in failed}
         if over:
             self._over |= over
-            self._last_batch = ((), NO_KNOBS)
+            self._last_rows = None
         boundaries = tuple(
             BlockBoundary(slot, decoder.num_blocks_done(slot), decoder.kv_tokens(slot))
             for slot in slots[commits.grew].tolist()
@@ -1226,6 +1240,7 @@ def check_unchanged(
 
 def check_rows(
     batch: StepBatch,
+    new: Sequence[Row],
     tenants: Sequence[_Holder | None],
     over: Collection[int],
     kept: Collection[Request],
@@ -1234,6 +1249,7 @@ def check_rows(
 
     Args:
         batch: The step's.
+        new: Its rows that have not been found in their slots before.
         tenants: Who is in each slot.
         over: Slots whose rows have ended.
         kept: Requests that can be resumed.
@@ -1262,15 +1278,9 @@ def check_rows(
                 f"slot {slot}: request {request.id!r} is to be resumed, but this engine keeps no "
                 "progress of it: pass every Update.released to release()"
             )
-    named: set[int] = set()
-    for row in batch.rows:
+    _check_slots(batch.rows)
+    for row in new:
         slot, request = row.slot, row.request
-        if slot in named:
-            raise EngineProtocolError(
-                f"slot {slot}: the batch has two rows there, the later one of request "
-                f"{request.id!r}: name each row once"
-            )
-        named.add(slot)
         there = joining.get(slot)
         if there is None:
             if slot in over:
@@ -1283,6 +1293,16 @@ def check_rows(
                 f"slot {slot}: the batch has request {request.id!r} there, which never joined or "
                 "was released"
             )
+
+
+def _check_slots(rows: Sequence[Row]) -> None:
+    slots = [row.slot for row in rows]
+    if len(set(slots)) < len(slots):
+        later = next(row for number, row in enumerate(rows) if row.slot in slots[:number])
+        raise EngineProtocolError(
+            f"slot {later.slot}: the batch has two rows there, the later one of request "
+            f"{later.request.id!r}: name each row once"
+        )
 
 
 def check_released(released: Sequence[Released], num_slots: int) -> None:

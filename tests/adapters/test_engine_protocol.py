@@ -179,3 +179,30 @@ def test_a_model_that_is_no_longer_as_it_was_takes_nobody_in(spoil, mend, messag
         engine.progress(1)
     mend(net)
     assert engine.run(batch_of(rows, rows[1:])).failed == ()
+
+
+def test_knobs_are_in_force_however_rows_and_batches_bring_them(model):
+    """A row that is known is not looked at again; what it is known with may still change."""
+    request = make_request(0)
+    engine = D2FEngine(model, max_num_seqs=1)
+    row = row_of(0, request)
+    rows, low, high = (row,), {"skip_threshold": 0.1}, {"skip_threshold": 0.2}
+    own = (row._replace(knobs={"skip_threshold": 0.3}),)
+    thresholds = []
+    for sent, joined, knobs in (
+        (rows, rows, NO_KNOBS),
+        (rows, (), low),
+        (rows, (), high),
+        (own, (), high),
+        (rows, (), high),
+        (tuple([*rows]), (), NO_KNOBS),
+    ):
+        engine.run(batch_of(sent, joined, knobs))
+        thresholds.append(float(engine._decoder.skip_threshold[0]))
+    mine = request.skip_threshold
+    assert thresholds == pytest.approx([mine, 0.1, 0.2, 0.3, 0.2, mine])
+    engine.release([Released(0, request, FinishReason.CANCELLED)])
+    engine.run(batch_of(rows, rows, low))
+    engine.release([Released(0, request, FinishReason.CANCELLED)])
+    with pytest.raises(EngineProtocolError, match="never joined or was released"):
+        engine.run(batch_of(rows, (), low))
