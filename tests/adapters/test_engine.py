@@ -792,7 +792,8 @@ def test_bad_batch_knobs_fail_the_step(
         ({"truncate_at_stop": "no"}, "truncate_at_stop must be True or False"),
         ({"whole_blocks_only": 1}, "whole_blocks_only must be True or False"),
         ({"max_new_tokens": 10**5000}, "max_new_tokens"),
-        ({"block_length": 10**5000}, "need .* positions"),
+        ({"block_length": 10**5000}, "block_length"),
+        ({"block_length": 10**12}, "need .* positions"),
     ],
 )
 def test_bad_requests_name_the_field(fields, message, model):
