@@ -133,11 +133,9 @@ class D2F(Decoder):
         super().start(slot, request, stop_ids)
         self._grow(request.max_blocks + 2)
         prompt_len, length = request.prompt_len, request.block_length
-        self.most_blocks[slot] = request.max_blocks
+        self._rows[2:, slot] = request.max_blocks, 0, 0, 0, prompt_len
         # Only a part of its last block is wanted: perhaps it never finishes that.
         self.early[slot] = request.max_blocks * length > request.max_new_tokens
-        self.num_blocks[slot] = self.num_finished[slot] = self.cached[slot] = 0
-        self.settled[slot] = prompt_len
         self.left[slot] = length
         self.left[slot, 0] = 0
         self.ready[slot] = False

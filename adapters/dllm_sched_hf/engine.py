@@ -678,9 +678,9 @@ class DecodingEngine:
             before = self._known.get(slot)
             if before is None or before.knobs is not row.knobs:
                 try:
-                    check_knobs(
-                        f"request {row.request.id!r}: knobs", self.decoder_type.knobs, row.knobs
-                    )
+                    if row.knobs is not NO_KNOBS:
+                        where = f"request {row.request.id!r}: knobs"
+                        check_knobs(where, self.decoder_type.knobs, row.knobs)
                 except ConfigError as error:
                     # Its slot stays its own until release(): if this step fails, it comes again.
                     failed.append(RowFailed(slot, error))

@@ -195,7 +195,7 @@ def test_knobs_are_in_force_however_rows_and_batches_bring_them(model):
         (rows, (), high),
         (own, (), high),
         (rows, (), high),
-        (tuple([*rows]), (), NO_KNOBS),
+        ((*rows,), (), NO_KNOBS),
     ):
         engine.run(batch_of(sent, joined, knobs))
         thresholds.append(float(engine._decoder.skip_threshold[0]))
