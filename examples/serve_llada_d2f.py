@@ -141,8 +141,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--timeout", type=number(0), default=0.12, help="of fixed_fill, seconds; default: 0.12")
     add("--requests", type=number(1, whole=True, high=10**6),
         help="how many; default: what the source has")  # fmt: skip
-    add("--rate", type=number(0, above=True), default=500.0,
-        help="Poisson arrivals per second, inf = all at once; default: 500")  # fmt: skip
+    add("--rate", type=number(0, above=True), default=1000.0,
+        help="Poisson arrivals per second, inf = all at once; default: 1000")  # fmt: skip
     add("--trace", type=Path, help=f"CSV with {','.join(TRACE_COLUMNS)}: arrivals and lengths;\n"
         "prompts are random tokens unless --prompts gives them")  # fmt: skip
     add("--prompts", type=Path, help='JSON lines with {"prompt": ...}, or one prompt a line')
