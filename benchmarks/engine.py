@@ -4,6 +4,7 @@
     python benchmarks/engine.py --ahead
     python benchmarks/engine.py --model golden --recordings all --batch-sizes 1,16
     python benchmarks/engine.py --model llada-8b-shape --device cuda --graphs
+    python benchmarks/engine.py --model llada-8b-shape --device cuda --graphs --compile
     python benchmarks/engine.py --model llada-8b-shape --toy
 
 Models: ``box``, the small trained one that ships with the package; ``golden``, the recorded
@@ -32,7 +33,8 @@ the device's; on a CPU that of the whole process, which only grows. ``GPU busy``
 any kernel ran, over the wall time of the same steps. Events around a step that ends in a copy back
 would measure its wall time again. ``--graphs`` serves all twice more with steps as graphs, and the
 second time, when they have been captured, counts: ``captured`` is their number, ``replayed`` the
-share of steps that ran as one, ``wasted`` their padding.
+share of steps that ran as one, ``wasted`` their padding. ``--compile`` has all engines compile what
+a block does beside attention, before the run that counts.
 """
 
 from __future__ import annotations
@@ -96,6 +98,7 @@ class Workload(NamedTuple):
     guarded: bool  # whether float32 keeps every decision
     tokens: dict[str, list[int]] = {}  # noqa: RUF012 - of the answers, where they are known
     forwards: dict[str, int] = {}  # noqa: RUF012 - likewise
+    compiled: bool = False
 
 
 class Run(NamedTuple):
@@ -217,10 +220,12 @@ def shape_workload(options: argparse.Namespace) -> Workload:
 
 def workloads(options: argparse.Namespace) -> Iterator[Workload]:
     if options.model == "golden":
-        for name in options.recordings.split(","):
-            yield golden_workload(name, options)
+        found = (golden_workload(name, options) for name in options.recordings.split(","))
     else:
-        yield box_workload(options) if options.model == "box" else shape_workload(options)
+        found = iter([box_workload(options) if options.model == "box" else shape_workload(options)])
+    for work in found:
+        told = f"{work.name}, compiled" if options.compile else work.name
+        yield work._replace(name=told, compiled=options.compile)
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -230,7 +235,12 @@ def build(work: Workload, batch_size: int, *, ahead: bool = False, **more: Any) 
     """An engine with so many slots and a scheduler for it."""
     max_len = max(request.max_total_tokens for request in work.requests)
     engine = work.engine_type(
-        work.model, max_num_seqs=batch_size, max_len=max_len, clock=perf_counter, **more
+        work.model,
+        max_num_seqs=batch_size,
+        max_len=max_len,
+        clock=perf_counter,
+        compile_forward=work.compiled,
+        **more,
     )
     return engine, fresh_scheduler(engine, ahead=ahead)
 
@@ -701,6 +711,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch-sizes", type=sizes, default=[1, 2, 4, 8, 16, 32, 64], help="1 always runs")
     add("--requests", type=positive, help="default: 192 (box), all (golden), 64, 8 (toy)")
     add("--ahead", action="store_true", help="plan and launch a step while one runs")
+    add("--compile", action="store_true", help="measure with compiled blocks")
     add("--graphs", action="store_true", help="measure with steps as CUDA graphs, too")
     add("--rounds", type=positive, help="default: 3, or 1 for llada-8b-shape in full size")
     add("--samples", type=positive, default=40, help="steps whose forward runs again; default: 40")

@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from dllm_sched_hf.modeling_llada import PARTS, compiled_parts  # noqa: E402 - needs all of them
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = "benchmarks/engine.py"
 FIELDS = {
@@ -87,6 +89,18 @@ def golden(script):
     options = script.parse_args([*FEW, *arguments.split(), *more])
     results = [script.measure(work, options) for work in script.workloads(options)]
     return {"machine": script.machine(options), "workloads": results}
+
+
+def test_blocks_are_compiled_if_asked(script, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda part: asked.append(part) or part)
+    compiled_parts.cache_clear()
+    options = script.parse_args(["--compile", "--requests", "3", "--batch-sizes", "2", *FEW])
+    (work,) = script.workloads(options)
+    assert work.name == "box, compiled"
+    script.measure(work, options)
+    compiled_parts.cache_clear()
+    assert asked == list(PARTS)
 
 
 def batches(result):
