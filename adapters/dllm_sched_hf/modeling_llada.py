@@ -577,13 +577,17 @@ def _serving(norm: LLaDARMSNorm) -> _Norm:
     return _Norm(norm.weight.detach(), norm.eps, shift)
 
 
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.bias is None
+
+
 def _join(linears: list[nn.Module], had: Tensor | None) -> Tensor | None:
     """Make the weights views of one tensor, and return it transposed.
 
     Returns:
         None if one of the modules is no plain linear layer.
     """
-    weights = [x.weight for x in linears if type(x) is nn.Linear]
+    weights = [x.weight for x in linears if _is_plain(x)]
     if len(weights) < len(linears):
         return None
     if len(weights) == 1:
@@ -773,7 +777,7 @@ class LLaDAModelLM(PreTrainedModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits ``[..., embedding_size]`` of any final hidden states."""
         head = self.model.transformer.ff_out
-        if hidden.dim() == 2 and type(head) is nn.Linear and not torch.is_grad_enabled():
+        if hidden.dim() == 2 and _is_plain(head) and not torch.is_grad_enabled():
             return _times(hidden, head.weight.t())
         return head(hidden)
 

@@ -273,3 +273,19 @@ def test_recorded_steps_are_the_same_if_every_product_is_large(
         assert_recorded(drive.outputs[str(entry["id"])], entry)
     layers = engine.model.config.n_layers
     assert len(onednn) == engine.num_forwards * (4 * layers + 1)
+
+
+@torch.inference_mode()
+def test_a_layer_that_was_given_a_bias_keeps_it(model):
+    net = copy.deepcopy(model("tiny_gqa"))
+    with torch.inference_mode(mode=False):
+        transformer = net.model.transformer
+        for owner in (transformer, transformer.blocks[0]):
+            old = owner.ff_out
+            owner.ff_out = torch.nn.Linear(old.in_features, old.out_features)
+            owner.ff_out.weight = old.weight
+    net.join_weights()
+    assert transformer.blocks[0].joined.ff_out is None
+    hidden = torch.randn(5, net.config.d_model)
+    expected = hidden @ transformer.ff_out.weight.t() + transformer.ff_out.bias
+    torch.testing.assert_close(net.logits(hidden), expected)
