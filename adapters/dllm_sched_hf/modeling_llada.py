@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -577,7 +577,7 @@ def _serving(norm: LLaDARMSNorm) -> _Norm:
     return _Norm(norm.weight.detach(), norm.eps, shift)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     return type(module) is nn.Linear and module.bias is None
 
 
