@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ class Live:
         self.built = example.build(args)
         self._run, self.built.engine.run = self.built.engine.run, self._hold
         self._stepping, self._holds = False, threading.Event()
+        self.step_s = 0.0  # that every step takes longer
         self._permits = threading.Semaphore(0)
         self.server = Server(self.built, args)
         self.thread = threading.Thread(target=self.server.run)
@@ -78,6 +80,7 @@ class Live:
         if self._stepping:
             self._holds.set()
             assert self._permits.acquire(timeout=PATIENCE_S)
+        time.sleep(self.step_s)
         return self._run(batch)
 
     def _call(self, method):
@@ -228,7 +231,8 @@ def test_each_stay_is_a_bar_in_its_lane(page, live):
     assert sum(bar["numBlocks"] for bar in bars) == live.http.get("/state").json()["num_blocks"]
 
 
-def test_bars_are_drawn_and_a_click_chooses_one(page, live):
+def test_bars_are_drawn_and_a_click_chooses_one(page, live, monkeypatch):
+    monkeypatch.setattr(live, "step_s", 0.05)  # else the bar is hardly longer than its label
     live.post("/v1/completions", prompt=ASKED)
     until(page, "bars.length > 0 && open.size === 0")
     page.click("#hold")
