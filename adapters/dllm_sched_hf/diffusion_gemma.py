@@ -575,8 +575,8 @@ class DiffusionGemmaEngine:
                 self._tenants[slot] = None
                 failed.append(RowFailed(slot, error))
                 continue
-            kept = self._kept.pop(request, None)
-            if kept is None or not row.resumed:
+            kept = self._kept.get(request) if row.resumed else None
+            if kept is None:
                 stop_ids = request.stop_token_ids
                 self._tenants[slot] = _Tenant(
                     slot,
@@ -594,6 +594,7 @@ class DiffusionGemmaEngine:
                 self._canvas[slot] = kept.canvas.to(self._device)
                 self._conditioning[slot] = kept.conditioning.to(self._device)
                 self._tenants[slot] = tenant
+            self._kept.pop(request, None)
         return failed
 
     def _select(self, batch: StepBatch, failed: list[RowFailed]) -> list[_Tenant]:

@@ -519,7 +519,11 @@ class DecodingEngine:
         if self._lost is not None:
             raise DeviceLostError([row.slot for row in batch.rows], self._lost)
         new = self._check(batch)
-        failed = self._join(batch.joined)
+        try:
+            failed = self._join(batch.joined)
+        except BaseException as error:
+            self._tell_fault(error, batch, np.array([row.slot for row in batch.rows]))
+            raise
         slots = self._select(batch, new, failed)
         if len(slots) == 0:
             return _Flight(batch, failed, None, None, 0.0)
@@ -615,7 +619,6 @@ class DecodingEngine:
         if batch.knobs is not self._known_knobs:
             check_knobs("batch knobs", self.decoder_type.knobs, batch.knobs)
             known.clear()
-            self._known_knobs = batch.knobs
         elif batch.rows is self._last_rows and not batch.joined:
             return []
         if batch.joined:
@@ -625,6 +628,7 @@ class DecodingEngine:
                 known.pop(row.slot, None)
         new = [row for row in batch.rows if known.get(row.slot) is not row]
         check_rows(batch, new, self._tenants, self._over, self._kept)
+        self._known_knobs = batch.knobs
         return new
 
     def _join(self, joined: tuple[Row, ...]) -> list[RowFailed]:
@@ -646,8 +650,8 @@ class DecodingEngine:
             stop_ids = request.stop_token_ids
             if stop_ids is None:
                 stop_ids = self.stop_token_ids
-            kept = self._kept.pop(request, None)
-            if kept is None or not row.resumed:
+            kept = self._kept.get(request) if row.resumed else None
+            if kept is None:
                 trace: list[dict[str, Any]] | None = [] if self._trace else None
                 self._decoder.start(slot, request, stop_ids)
             else:
@@ -656,6 +660,7 @@ class DecodingEngine:
                 saved = () if kept.cache is None else kept.cache
                 for layer, values in zip(self._layers, saved, strict=True):
                     layer[slot, : len(values)] = values.to(self._device)
+            self._kept.pop(request, None)
             self._tenants[slot] = _Tenant(request, trace)
         return failed
 

@@ -568,6 +568,7 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == torch.float32
         and size >= _LARGE * torch.get_num_threads()
         and bool(torch.backends.mkldnn.enabled)
+        and not torch.is_autocast_enabled("cpu")
         and weight.t().is_contiguous()  # other strides take a thousand times as long
     )
 
@@ -595,7 +596,10 @@ def _join(linears: list[nn.Module], had: Tensor | None) -> Tensor | None:
     sizes = [len(x) for x in weights]
     if had is not None:
         views = zip(weights, had.t().split(sizes), strict=True)
-        if all(weight.data_ptr() == view.data_ptr() for weight, view in views):
+        if all(
+            weight.data_ptr() == view.data_ptr() and weight.stride() == view.stride()
+            for weight, view in views
+        ):
             return had
     with torch.inference_mode(mode=False):  # weights stay what can be trained and loaded anew
         whole = torch.cat([x.detach() for x in weights])
@@ -739,9 +743,22 @@ class LLaDAModelLM(PreTrainedModel):
         what they were, as views, and moving the model undoes it. A LoRA that is not merged keeps
         its layers apart. Values may change in place at any time; after a parameter was given other
         data, or a module took another's place, call this again.
+
+        Raises:
+            ConfigError: If two of the weights to be joined are one: each would go its own way.
         """
-        block: Any
-        for block in self.model.transformer.blocks:
+        blocks: list[Any] = list(self.model.transformer.blocks)
+        seen: set[nn.Parameter] = set()
+        for number, block in enumerate(blocks):
+            for name in ("q_proj", "k_proj", "v_proj", "ff_proj", "up_proj"):
+                weight = getattr(block, name).weight
+                if weight in seen:
+                    raise ConfigError(
+                        f"blocks[{number}].{name}.weight is the weight of another layer as well, "
+                        "and layers that share one cannot be served: give this one a copy"
+                    )
+                seen.add(weight)
+        for block in blocks:
             block.join_weights()
 
     def forward_packed(

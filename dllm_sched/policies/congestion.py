@@ -120,7 +120,17 @@ class RateCap(Admission):
 
 
 def _histogram(value: Any) -> tuple[tuple[int, float], ...] | None:
-    return None if value is None else histogram("lengths", value)
+    if value is None:
+        return None
+    if isinstance(value, tuple):  # as it is kept, which is how a journal brings it back
+        try:
+            value = dict(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                "lengths must be a non-empty mapping from value to weight, or its pairs"
+            ) from None
+    histogram("lengths", value)
+    return tuple((blocks, value[blocks]) for blocks in sorted(value) if value[blocks])
 
 
 @attrs.frozen

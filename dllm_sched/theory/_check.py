@@ -61,7 +61,10 @@ def histogram(name: str, weights: Mapping[int, float]) -> tuple[tuple[int, float
     for value, weight in weights.items():
         whole(**{f"a value of {name}": value})
         not_negative(**{f"{name}[{value}]": weight})
-    total = math.fsum(weights.values())
+    try:
+        total = math.fsum(weights.values())
+    except OverflowError:
+        total = math.inf
     positive(**{f"the total weight of {name}": total})
     return tuple((value, weights[value] / total) for value in sorted(weights) if weights[value])
 

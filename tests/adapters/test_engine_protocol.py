@@ -12,7 +12,13 @@ from dllm_sched.errors import ConfigError, EngineProtocolError  # noqa: E402
 from dllm_sched.request import FinishReason, Phase  # noqa: E402
 from dllm_sched.runtime.engine import Progress  # noqa: E402
 from dllm_sched.testing import check_engine  # noqa: E402
-from dllm_sched_hf import D2FEngine, D2FRequest, LLaDAConfig, LLaDAModelLM  # noqa: E402
+from dllm_sched_hf import (  # noqa: E402
+    D2FEngine,
+    D2FRequest,
+    LLaDAConfig,
+    LLaDAModelLM,
+    StepOutOfMemoryError,
+)
 
 MASK_ID = 63
 
@@ -206,3 +212,37 @@ def test_knobs_are_in_force_however_rows_and_batches_bring_them(model):
     engine.release([Released(0, request, FinishReason.CANCELLED)])
     with pytest.raises(EngineProtocolError, match="never joined or was released"):
         engine.run(batch_of(rows, (), low))
+
+
+def test_knobs_of_a_batch_that_was_refused_come_into_force_with_the_next(model):
+    engine = D2FEngine(model, max_num_seqs=1)
+    rows = (row_of(0, make_request(0)),)
+    low, high = {"skip_threshold": 0.1}, {"skip_threshold": 0.2}
+    engine.run(batch_of(rows, rows, low))
+    with pytest.raises(EngineProtocolError, match="slot 5"):
+        engine.run(batch_of(rows, [row_of(5, make_request(1))], high))
+    engine.run(batch_of(rows, (), high))
+    assert engine._decoder.skip_threshold[0] == pytest.approx(0.2)
+
+
+def test_a_row_that_does_not_fit_when_it_is_resumed_keeps_its_progress(model, monkeypatch):
+    engine = D2FEngine(model, max_num_seqs=1)
+    rows = (row_of(0, A),)
+    for joined in (rows, ()):
+        engine.run(batch_of(rows, joined))
+    engine.release([Released(0, A, None, kept=True)])
+    again = (row_of(0, A, resumed=True),)
+    to = torch.Tensor.to
+
+    def full(tensor, *args, **kwargs):
+        monkeypatch.setattr(torch.Tensor, "to", to)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with pytest.raises(StepOutOfMemoryError) as raised:
+        engine.run(batch_of(again, again))
+    assert "slot 0 does not fit alone" in str(raised.value)
+    joined = again
+    while not (finished := engine.run(batch_of(again, joined)).finished):
+        joined = ()
+    assert finished[0].output == served_alone(model, A)

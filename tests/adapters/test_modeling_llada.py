@@ -289,3 +289,20 @@ def test_a_layer_that_was_given_a_bias_keeps_it(model):
     hidden = torch.randn(5, net.config.d_model)
     expected = hidden @ transformer.ff_out.weight.t() + transformer.ff_out.bias
     torch.testing.assert_close(net.logits(hidden), expected)
+
+
+def test_weights_are_joined_anew_if_others_begin_at_the_same_place(model):
+    net = copy.deepcopy(model("tiny_mha"))
+    net.join_weights()
+    weight = net.model.transformer.blocks[0].q_proj.weight
+    weight.data = weight.data.t()
+    net.join_weights()
+    assert torch.equal(net.model.transformer.blocks[0].joined.qkv[:, : len(weight)], weight.t())
+
+
+def test_layers_that_share_a_weight_are_refused(model):
+    net = copy.deepcopy(model("tiny_mha"))
+    first, second, *_ = net.model.transformer.blocks
+    second.k_proj.weight = first.v_proj.weight
+    with pytest.raises(ConfigError, match=r"blocks\[1\].k_proj.weight is the weight of another"):
+        net.join_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import random
 from collections import Counter
@@ -32,6 +33,7 @@ from dllm_sched.events import (
     RequestPreempted,
     StepCompleted,
 )
+from dllm_sched.journal import JournaledScheduler, replay, restore
 from dllm_sched.observers import CohortMeter
 from dllm_sched.policies import Admission, MixLengths, ProjectedPeak, RateCap, YoungestFirst
 from dllm_sched.sim.arrivals import Poisson
@@ -513,3 +515,23 @@ def test_another_memory_model_than_the_capacitys_is_refused() -> None:
             policy=Policy(admission=ProjectedPeak(GrowingKV(page_size=8))),
             capacity=Capacity(max_num_seqs=2, num_pages=9, memory=GrowingKV(page_size=16)),
         )
+
+
+def test_lengths_come_back_from_a_journal_as_they_were():
+    sink = io.StringIO()
+    memory = GrowingKV(page_size=8)
+    policy = presets.congestion_stable(2, lengths={3: 0.1, 1: 0.7, 2: 0.7}, memory=memory)
+    capacity = Capacity(max_num_seqs=2, num_pages=40, memory=memory)
+    scheduler = JournaledScheduler(sink, policy=policy, capacity=capacity)
+    scheduler.submit(Request("a", prompt_len=4, max_new_tokens=16), now=0.0)
+    lines = sink.getvalue().splitlines(keepends=True)
+    replay(lines)
+    again, _ = restore(lines, io.StringIO(), now=5.0)
+    assert again.policy == policy
+    assert again.num_waiting == 1
+
+
+@pytest.mark.parametrize("lengths", [(1, 2), ((1, 2, 3),), (), {1: 1.7e308, 2: 1.7e308}])
+def test_lengths_that_are_none_are_refused(lengths):
+    with pytest.raises(ConfigError, match="lengths"):
+        ProjectedPeak(GrowingKV(page_size=8), lengths=lengths)
