@@ -160,10 +160,6 @@ class CanvasDecoder(Decoder):
         """Return every row: without a cache the whole canvas is computed anew."""
         return np.ones(len(slots), np.bool_)
 
-    def ends_before(self, slots: Ints) -> Ints:
-        """Return the end of each row's first unfinished block: there is a mask before it."""
-        return self.prompt_len[slots] + (self.block[slots] + 1) * self.block_length[slots]
-
     def generated(self, slot: int) -> Ints:
         """Return a view of the canvas after the prompt, masks included."""
         return self.tokens[slot, self.prompt_len[slot] : self._canvas(slot)]

@@ -29,7 +29,7 @@ from dllm_sched_hf.decoder import (
     StepPlan,
     check_field,
     check_flag,
-    run_starts,
+    compiled,
     shown,
 )
 
@@ -81,18 +81,10 @@ class D2FRequest(DecodeRequest):
 
 @attrs.define(kw_only=True, eq=False)
 class D2FPlan(StepPlan):
-    """A forward from each row's first position that is not cached to its end.
-
-    Masked positions of one block lie together: h of the blocks have any.
-    """
+    """A forward from each row's first position that is not cached to its end."""
 
     num_finished: Ints  #: ``[r]`` finished blocks before this step
     num_blocks: Ints  #: ``[r]`` appended blocks, this step's included
-    settled: Ints  #: ``[r]`` end of the finished blocks, which this forward runs from final tokens
-    masked_place: Ints  #: ``[c]``
-    edges: Ints  #: ``[h + 1]`` where each block begins among the c, and c
-    block: Ints  #: ``[h]`` the block, as an index into the flat ``left``
-    ready: Bools  #: ``[h]`` it is fully activated: may be forced to commit
 
 
 class D2F(Decoder):
@@ -109,7 +101,7 @@ class D2F(Decoder):
 
     def __init__(self, num_slots: int, max_len: int, mask_id: int) -> None:
         super().__init__(num_slots, max_len, mask_id)
-        # What every plan asks of its rows, in one array: one look-up for all.
+        # What every step asks of its rows, in one array.
         self._rows = np.zeros((7, num_slots), np.int64)
         self.prompt_len, self.block_length = self._rows[:2]
         self.most_blocks, self.num_blocks, self.num_finished = self._rows[2:5]
@@ -119,64 +111,33 @@ class D2F(Decoder):
         self.block_add_threshold, self.decoded_token_threshold = np.zeros((2, num_slots))
         # Compared with float32 probabilities, in their precision.
         self.skip_threshold = np.zeros(num_slots, np.float32)
-        # Masks left per block. Block 0 is the prompt, and there is one column more than any row has
-        # blocks, never finished: searches always find an end.
-        self.left: Ints = np.ones((num_slots, 2), np.int64)
-        self.ready: Bools = np.zeros((num_slots, 2), np.bool_)  # fully activated, for good
-        # Of every place: the block it is in, as an index into the flat ``left``; and the end of it.
-        self._block: Ints = np.zeros(num_slots * max_len, np.int64)
-        self._visible: Ints = np.zeros(num_slots * max_len, np.int64)
-        self._seen = self._block[:0], self._visible[:0]  # places of the last step, and their ends
+        # Masks left per block; block 0 is the prompt.
+        self.left: Ints = np.zeros((num_slots, 1), np.int64)
+        self.ready: Bools = np.zeros((num_slots, 1), np.bool_)  # fully activated, for good
+        none = np.empty(0, np.int64)
+        self._seen = none, none  # places of the last step, and what each sees
 
     def start(self, slot: int, request: D2FRequest, stop_ids: Sequence[int] = ()) -> None:
         """Put a fresh row into ``slot``; its knobs are set separately."""
         super().start(slot, request, stop_ids)
-        self._grow(request.max_blocks + 2)
-        prompt_len, length = request.prompt_len, request.block_length
-        self._rows[2:, slot] = request.max_blocks, 0, 0, 0, prompt_len
+        self._grow(request.max_blocks + 1)
+        self._rows[2:, slot] = request.max_blocks, 0, 0, 0, request.prompt_len
         # Only a part of its last block is wanted: perhaps it never finishes that.
-        self.early[slot] = request.max_blocks * length > request.max_new_tokens
-        self.left[slot] = length
+        self.early[slot] = request.max_blocks * request.block_length > request.max_new_tokens
+        self.left[slot] = request.block_length
         self.left[slot, 0] = 0
         self.ready[slot] = False
-        block = np.arange(prompt_len, prompt_len + request.max_blocks * length) - prompt_len
-        block //= length
-        first = slot * self.max_len
-        own = slice(first + prompt_len, first + prompt_len + len(block))
-        self._block[own] = block + (slot * self.left.shape[1] + 1)
-        self._visible[first : first + prompt_len] = prompt_len
-        self._visible[own] = (block + 1) * length + prompt_len
 
     def plan(self, slots: Ints) -> D2FPlan:
-        """Append and activate blocks and lay out the coming forward; writes nothing."""
-        prompt_len, length, most, num_blocks, num_finished, cached, settled = self._rows.take(
-            slots, 1
-        )
-        left, width = self.left.reshape(-1), self.left.shape[1]
-        # Append at most one block, if the last one (at first the prompt) is decoded far enough.
-        # Double precision throughout: thresholds are compared with exact small fractions.
-        ratio = (length - left[slots * width + num_blocks]) / length
-        num_blocks = num_blocks + ((num_blocks < most) & (ratio >= self.block_add_threshold[slots]))
-        end = prompt_len + num_blocks * length
-        row, position, place = self._pack(slots, cached, end)
+        """Append blocks and lay out the coming forward; writes nothing."""
+        num_blocks, start, end = _reach(slots, self._rows, self.left, self.block_add_threshold)
+        row, position, place = self._pack(slots, start, end)
         if place is not self._seen[0]:
-            self._seen = place, self._visible[place]
+            self._seen = place, _see(slots, row, position, self._rows)
         token = self._tokens[place]
-        masked = (token == self.mask_id).nonzero()[0]  # no prompt holds one
-        masked_place = place[masked]
-        block = self._block[masked_place]
-        starts = np.ones(len(block) + 1, np.bool_)
-        np.not_equal(block[1:], block[:-1], out=starts[1:-1])
-        edges = starts.nonzero()[0]
-        block = block[edges[:-1]]
-        # Activate, for good, every block whose direct predecessor is decoded far enough.
-        slot = block // width
-        length = self.block_length[slot]
-        ready = (length - left[block - 1]) / length >= self.decoded_token_threshold[slot]
-        ready |= self.ready.reshape(-1)[block]
         return D2FPlan(
             slots=slots,
-            start=cached,
+            start=start,
             end=end,
             length=end,
             row=row,
@@ -184,68 +145,46 @@ class D2F(Decoder):
             place=place,
             token=token,
             visible=self._seen[1],
-            masked=masked,
-            num_finished=num_finished,
+            masked=(token == self.mask_id).nonzero()[0],  # no prompt holds one
+            num_finished=self.num_finished[slots],
             num_blocks=num_blocks,
-            settled=settled,
-            masked_place=masked_place,
-            edges=edges,
-            block=block,
-            ready=ready,
         )
 
     def commit(self, plan: D2FPlan, confidence: NDArray[np.float32], token: Ints) -> Commits:
         """Commit what is confident enough, and the best position of a ready block without any."""
-        slots, block, masked_place = plan.slots, plan.block, plan.masked_place
-        passes = confidence > self.skip_threshold[masked_place // self.max_len]
-        chosen = passes.nonzero()[0]
-        below = chosen.searchsorted(plan.edges)
-        number = below[1:] - below[:-1]
-        # A ready block in which nothing passed commits its best position.
-        force = plan.ready & (number == 0)
-        forced = chosen[:0]
-        if np.count_nonzero(force):  # any() takes four times as long
-            best = np.maximum.reduceat(confidence, plan.edges[:-1])
-            best[~force] = 2.0  # nobody's
-            best = best.repeat(plan.edges[1:] - plan.edges[:-1])
-            forced = (confidence == best).nonzero()[0]
-            if len(forced) > np.count_nonzero(force):  # some tie: the first of each block
-                forced = forced[run_starts(self._block[masked_place[forced]])]
-            passes[forced] = True
-            chosen = passes.nonzero()[0]
-            number += force
-
-        left = self.left.reshape(-1)
-        remaining = left[block] - number
-        left[block] = remaining
-        self.ready.reshape(-1)[block] = plan.ready
-        self.num_blocks[slots], self.cached[slots] = plan.num_blocks, plan.settled
-        stopped = self._write(slots, masked_place[chosen], token[chosen])
-        if stopped is not None:
-            self.most_blocks[stopped] = self.num_blocks[stopped]
-        if np.count_nonzero(remaining) == len(remaining):
-            none = np.zeros(len(slots), np.bool_)
-            return Commits(chosen, none, none, forced)
-        num_finished = (self.left[slots, 1:] != 0).argmax(1)
-        self.num_finished[slots] = num_finished
-        self.settled[slots] = self.prompt_len[slots] + num_finished * self.block_length[slots]
-        return Commits(
-            chosen,
-            (num_finished == plan.num_blocks) & (num_finished >= self.most_blocks[slots]),
-            num_finished > plan.num_finished,
-            forced,
+        slots = plan.slots
+        chosen, forced, grew, some = _choose(
+            slots,
+            plan.num_blocks,
+            confidence,
+            self._rows,
+            self.left,
+            self.ready,
+            self.decoded_token_threshold,
+            self.skip_threshold,
         )
+        stopped = self._write(slots, plan.place[plan.masked[chosen]], token[chosen])
+        if len(stopped):
+            self.most_blocks[stopped] = self.num_blocks[stopped]
+        finished = grew
+        if some:
+            num_finished = self.num_finished[slots]
+            finished = num_finished == plan.num_blocks
+            finished &= num_finished >= self.most_blocks[slots]
+        return Commits(chosen, finished, grew, forced)
 
     def trace(self, plan: D2FPlan, commits: Commits, token: Ints) -> list[dict[str, Any]]:
         """Return what a committed step did, one entry per row."""
         committed = self._commits_by_row(plan, commits, token)
-        width = self.left.shape[1]
+        row = plan.row[plan.masked]
+        slot = plan.slots[row]
+        block = plan.position[plan.masked] - self.prompt_len[slot]
+        block = block // self.block_length[slot] + 1
         forced: list[list[int]] = [[] for _ in plan.slots]
-        forced_block = self._block[plan.masked_place[commits.forced]] % width
-        for row, block in zip(plan.row[plan.masked[commits.forced]], forced_block, strict=True):
-            forced[row].append(int(block))
+        for index in [] if commits.forced is None else commits.forced.tolist():
+            forced[row[index]].append(int(block[index]))
         before = self.left.copy()  # this step's commits are undone in it
-        np.add.at(before.reshape(-1), self._block[plan.masked_place[commits.chosen]], 1)
+        np.add.at(before, (slot[commits.chosen], block[commits.chosen]), 1)
         whole = np.maximum(self.block_length, 1)[:, None]
         far = (whole - before) / whole >= self.decoded_token_threshold[:, None]
         entries = []
@@ -300,10 +239,6 @@ class D2F(Decoder):
         """Return no row: nothing that is cached is ever computed anew."""
         return np.zeros(len(slots), np.bool_)
 
-    def ends_before(self, slots: Ints) -> Ints:
-        """Return the end of each row's first unfinished block: there is a mask before it."""
-        return self.settled[slots] + self.block_length[slots]
-
     def generated(self, slot: int) -> Ints:
         """Return a view of the appended blocks, masks included."""
         start = self.prompt_len[slot]
@@ -318,7 +253,102 @@ class D2F(Decoder):
         """Make room for rows with more blocks than any before."""
         extra = width - self.left.shape[1]
         if extra > 0:
-            filler = np.repeat(np.maximum(self.block_length, 1)[:, None], extra, 1)
+            filler = np.zeros((len(self.left), extra), np.int64)
             self.left = np.hstack((self.left, filler))
-            self.ready = np.hstack((self.ready, np.zeros((len(filler), extra), np.bool_)))
-            self._block += np.arange(len(filler)).repeat(self.max_len) * extra
+            self.ready = np.hstack((self.ready, filler.astype(np.bool_)))
+
+
+# -- for all rows of a step
+
+
+@compiled
+def _reach(slots: Ints, rows: Ints, left: Ints, add: Floats) -> tuple[Ints, Ints, Ints]:
+    """Append at most one block to each row, if its last one is decoded far enough.
+
+    Args:
+        slots: ``[r]`` of the step.
+        rows: ``[7, slots]`` as in the decoder.
+        left: ``[slots, blocks]`` masks of each.
+        add: ``[slots]`` share of the last block, at first the prompt, from which on one comes.
+
+    Returns:
+        ``[r]`` blocks, and the range of positions that goes through the forward.
+    """
+    num_blocks, start, end = np.empty((3, len(slots)), np.int64)
+    for index, slot in enumerate(slots):
+        prompt_len, length, most, count, _, cached, _ = rows[:, slot]
+        # Double precision: thresholds are compared with exact small fractions.
+        if count < most and (length - left[slot, count]) / length >= add[slot]:
+            count += 1
+        num_blocks[index], start[index], end[index] = count, cached, prompt_len + count * length
+    return num_blocks, start, end
+
+
+@compiled
+def _see(slots: Ints, row: Ints, position: Ints, rows: Ints) -> Ints:
+    """Return how far each token of the forward sees: to the end of its block."""
+    visible = np.empty(len(row), np.int64)
+    for index, at in enumerate(position):
+        prompt_len, length = rows[:2, slots[row[index]]]
+        behind = at - prompt_len
+        visible[index] = prompt_len + (0 if behind < 0 else (behind // length + 1) * length)
+    return visible
+
+
+@compiled
+def _choose(
+    slots: Ints,
+    num_blocks: Ints,
+    confidence: NDArray[np.float32],
+    rows: Ints,
+    left: Ints,
+    ready: Bools,
+    activate: Floats,
+    skip: NDArray[np.float32],
+) -> tuple[Ints, Ints, Bools, bool]:
+    """Choose what commits, and move the blocks of every row one step on.
+
+    Args:
+        slots: ``[r]`` of the step.
+        num_blocks: ``[r]`` this step's blocks.
+        confidence: ``[c]`` of the masked positions: row by row, block by block.
+        rows: ``[7, slots]`` as in the decoder; written.
+        left: ``[slots, blocks]`` masks of each; written.
+        ready: ``[slots, blocks]`` which are fully activated, for good; written.
+        activate: ``[slots]`` share of a block from which on the next one is.
+        skip: ``[slots]`` above this a confidence commits by itself.
+
+    Returns:
+        Which of the c commit, and which of those only because no other of their ready block did;
+        ``[r]`` where finished blocks grew, and whether they did anywhere.
+    """
+    chosen, forced = np.empty((2, len(confidence)), np.int64)
+    grew = np.zeros(len(slots), np.bool_)
+    num_chosen = num_forced = at = 0
+    for index, slot in enumerate(slots):
+        prompt_len, length, _, _, num_finished, _, settled = rows[:, slot]
+        before = 0  # masks of the block before, as they were
+        for block in range(num_finished + 1, num_blocks[index] + 1):
+            masks = left[slot, block]
+            if (length - before) / length >= activate[slot]:
+                ready[slot, block] = True
+            best, number = at, num_chosen
+            for each in range(at, at + masks):
+                if confidence[each] > skip[slot]:
+                    chosen[num_chosen] = each
+                    num_chosen += 1
+                if confidence[each] > confidence[best]:
+                    best = each
+            if masks and num_chosen == number and ready[slot, block]:
+                chosen[num_chosen] = forced[num_forced] = best
+                num_chosen += 1
+                num_forced += 1
+            left[slot, block] = masks - (num_chosen - number)
+            before = masks
+            at += masks
+        rows[3, slot], rows[5, slot] = num_blocks[index], settled
+        while num_finished < num_blocks[index] and left[slot, num_finished + 1] == 0:
+            num_finished += 1
+            grew[index] = True
+        rows[4, slot], rows[6, slot] = num_finished, prompt_len + num_finished * length
+    return chosen[:num_chosen], forced[:num_forced], grew, grew.any()

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
 
 import attrs
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +46,7 @@ __all__ = [
     "check_flag",
     "check_knobs",
     "check_token_ids",
+    "compiled",
     "is_int",
     "run_starts",
     "shown",
@@ -232,6 +234,23 @@ class DecodeRequest(PromptRequest):
     temperature: float = attrs.field(default=0.0, validator=check_field)
 
 
+# -- compiled loops
+
+_Loop = TypeVar("_Loop", bound=Callable[..., Any])
+
+
+def compiled(loop: _Loop) -> _Loop:
+    """Compile a function of numbers and arrays when it is first called with their types.
+
+    The machine code is kept beside the source, or where numba finds a place, for other processes.
+    """
+    options: dict[str, Any] = {"error_model": "numpy", "nogil": True}
+    try:
+        return numba.njit(loop, cache=True, **options)
+    except RuntimeError:  # no place to keep it: a read-only file system
+        return numba.njit(loop, **options)
+
+
 # -- one step
 
 
@@ -310,21 +329,20 @@ class Decoder(abc.ABC):
         self.max_len = max_len
         self.tokens: Ints = np.full((num_slots, max_len), mask_id)
         self._tokens = self.tokens.reshape(-1)  # the same memory, by place
-        self._places = np.arange(num_slots * max_len)
         # The last step's slots, their starts and ends as bytes, and how its tokens lie.
         self._packed: tuple[Ints, tuple[bytes, bytes], tuple[Ints, Ints, Ints]] | None = None
-        ints = np.zeros((6, num_slots), np.int64)
+        ints = np.zeros((7, num_slots), np.int64)
         self.prompt_len, self.block_length, self.seed, self.num_steps = ints[:4]
-        # Step of the first stop id that came, 0 = none yet; and position of the first there is, or
-        # the end of what is wanted.
-        self.stop_step, self.stop_at = ints[4:]
+        # The end of what is wanted; step of the first stop id that came, 0 = none yet; and position
+        # of the first there is, or that end.
+        self.answer_end, self.stop_step, self.stop_at = ints[4:]
         # Rows whose answer ends there, finished or not.
         self.early: Bools = np.zeros(num_slots, np.bool_)
         self.temperature: Floats = np.zeros(num_slots)
         self.truncates: Bools = np.zeros(num_slots, np.bool_)
         self.stop_ids: Ints = np.full((num_slots, 1), -1)
-        # Which ids may end some row, and a last one that does not: most tokens end none.
-        self._stops: Bools = np.zeros(1, np.bool_)
+        # Which ids may end some row: most tokens end none.
+        self._stops: Bools = np.zeros(0, np.bool_)
 
     # -- a row's life
 
@@ -342,12 +360,12 @@ class Decoder(abc.ABC):
         self.seed[slot] = request.seed
         self.truncates[slot] = request.truncate_at_stop
         self.num_steps[slot] = self.stop_step[slot] = 0
-        self.stop_at[slot] = request.prompt_len + request.max_new_tokens
+        self.answer_end[slot] = self.stop_at[slot] = request.prompt_len + request.max_new_tokens
         self.early[slot] = False
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
         if len(stop_ids):
-            extra = max(stop_ids) + 2 - len(self._stops)
+            extra = max(stop_ids) + 1 - len(self._stops)
             if extra > 0:
                 self._stops = np.append(self._stops, np.zeros(extra, np.bool_))
             self._stops[list(stop_ids)] = True
@@ -424,10 +442,6 @@ class Decoder(abc.ABC):
         """Return which rows send their whole sequence through the coming forward."""
 
     @abc.abstractmethod
-    def ends_before(self, slots: Ints) -> Ints:
-        """Return the end of each row's first unfinished block: there is a mask before it."""
-
-    @abc.abstractmethod
     def generated(self, slot: int) -> Ints:
         """Return a view of the row's tokens after the prompt, masks included."""
 
@@ -435,18 +449,17 @@ class Decoder(abc.ABC):
         """Return the positions that this row may still have to commit."""
         return int((self.generated(slot) == self.mask_id).sum())
 
-    def may_end(self, slots: Ints) -> Bools:
-        """Return which unfinished rows may have their whole answer."""
-        may: Bools = self.early[slots]
-        if np.count_nonzero(may):
-            may &= self.stop_at[slots] < self.ends_before(slots)
-        return may
+    def ended(self, slots: Ints, finished: Bools) -> Ints:
+        """Return which rows of a step have their whole answer, as indices.
 
-    def num_known(self, slot: int) -> int:
-        """Return how many tokens of the answer come before its first masked position."""
-        masked = self.generated(slot) == self.mask_id
-        first = int(masked.argmax()) if len(masked) else 0
-        return first if len(masked) and masked[first] else len(masked)
+        Args:
+            slots: ``[r]`` of the step.
+            finished: ``[r]`` rows that have nothing left to do: they have.
+        """
+        return _ended(
+            *(slots, finished, self.early, self.truncates, self.stop_at, self.answer_end),
+            *(self.prompt_len, self.tokens, self.mask_id),
+        )
 
     # -- for subclasses
 
@@ -460,21 +473,11 @@ class Decoder(abc.ABC):
             of, ran_then, found = self._packed
             if slots is of and ran == ran_then:
                 return found
-        if len(slots) == 1:  # one request alone waits for nothing but this
-            low, high, first = start.item(), end.item(), slots.item() * self.max_len
-            row, position = np.zeros(high - low, np.int64), self._places[low:high]
-            place = self._places[first + low : first + high]
-        else:
-            count = end - start
-            row = np.arange(len(slots)).repeat(count)
-            base = slots * self.max_len
-            place = (base + start + count - count.cumsum())[row]
-            place += np.arange(len(row))
-            position = place - base[row]
-        self._packed = slots, ran, (row, position, place)
-        return row, position, place
+        found = _pack(slots, start, end, self.max_len)
+        self._packed = slots, ran, found
+        return found
 
-    def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints | None:
+    def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints:
         """Write committed tokens ``[k]`` and count the step of ``slots``.
 
         Args:
@@ -483,26 +486,12 @@ class Decoder(abc.ABC):
             token: ``[k]``
 
         Returns:
-            Slots that have come upon a stop id; None = no slot has.
+            Slots that have come upon a stop id.
         """
-        self._tokens[place] = token
-        self.num_steps[slots] += 1
-        at = self._stops.take(token, mode="clip").nonzero()[0]
-        if len(at) == 0:
-            return None
-        place = place[at]
-        slot = place // self.max_len
-        stops = (token[at][:, None] == self.stop_ids[slot]).nonzero()[0]
-        if len(stops) == 0:
-            return None
-        slot, place = slot[stops], place[stops]
-        first = run_starts(slot)  # a row's tokens lie together, in order
-        slot, place = slot[first], place[first]
-        self.stop_at[slot] = np.minimum(self.stop_at[slot], place - slot * self.max_len)
-        new = slot[self.stop_step[slot] == 0]
-        self.stop_step[new] = self.num_steps[new]
-        self.early[slot] |= self.truncates[slot]
-        return slot
+        return _write(
+            *(slots, place, token, self.tokens, self.num_steps, self._stops, self.stop_ids),
+            *(self.stop_at, self.stop_step, self.early, self.truncates),
+        )
 
     def _commits_by_row(
         self, plan: StepPlan, commits: Commits, token: Ints
@@ -522,6 +511,87 @@ def run_starts(key: Ints) -> Bools:
     starts[0] = True
     np.not_equal(key[1:], key[:-1], out=starts[1:])
     return starts
+
+
+# -- for all rows of a step
+
+
+@compiled
+def _pack(slots: Ints, start: Ints, end: Ints, max_len: int) -> tuple[Ints, Ints, Ints]:
+    """Lay sequences behind each other; return row, position and place of each token."""
+    total = 0
+    for index in range(len(slots)):
+        total += end[index] - start[index]
+    row, position, place = np.empty((3, total), np.int64)
+    at = 0
+    for index, slot in enumerate(slots):
+        for each in range(start[index], end[index]):
+            row[at], position[at], place[at] = index, each, slot * max_len + each
+            at += 1
+    return row, position, place
+
+
+@compiled
+def _write(
+    slots: Ints,
+    place: Ints,
+    token: Ints,
+    tokens: Ints,
+    num_steps: Ints,
+    stops: Bools,
+    stop_ids: Ints,
+    stop_at: Ints,
+    stop_step: Ints,
+    early: Bools,
+    truncates: Bools,
+) -> Ints:
+    """Write tokens to their places, and notice stop ids. Arguments as in :class:`Decoder`.
+
+    Returns:
+        Slots that have come upon one.
+    """
+    num_steps[slots] += 1
+    stopped = np.empty(len(slots), np.int64)
+    count = 0
+    for index, written in enumerate(token):
+        slot, position = divmod(place[index], tokens.shape[1])
+        tokens[slot, position] = written
+        if written < len(stops) and stops[written] and np.any(stop_ids[slot] == written):
+            stop_at[slot] = min(stop_at[slot], position)
+            if stop_step[slot] == 0:
+                stop_step[slot] = num_steps[slot]
+            early[slot] |= truncates[slot]
+            if count == 0 or stopped[count - 1] != slot:  # a row's tokens lie together
+                stopped[count] = slot
+                count += 1
+    return stopped[:count]
+
+
+@compiled
+def _ended(
+    slots: Ints,
+    finished: Bools,
+    early: Bools,
+    truncates: Bools,
+    stop_at: Ints,
+    answer_end: Ints,
+    prompt_len: Ints,
+    tokens: Ints,
+    mask_id: int,
+) -> Ints:
+    """Return which rows have their whole answer. Arguments as in :class:`Decoder`."""
+    ended = np.empty(len(slots), np.int64)
+    count = 0
+    for index, slot in enumerate(slots):
+        if not (finished[index] or early[slot]):
+            continue
+        low, high = prompt_len[slot], stop_at[slot] if truncates[slot] else answer_end[slot]
+        while not finished[index] and high > low and tokens[slot, high - 1] != mask_id:
+            high -= 1  # most masks are at the end
+        if finished[index] or high == low:
+            ended[count] = index
+            count += 1
+    return ended[:count]
 
 
 # -- draws

@@ -1112,14 +1112,12 @@ class DecodingEngine:
         failed: list[RowFailed],
     ) -> StepOutcome:
         decoder, slots = self._decoder, plan.slots
-        may_end = commits.finished | decoder.may_end(slots)
-        if lost is not None:
-            may_end &= ~lost
         finished = []
-        for index in may_end.nonzero()[0].tolist():
-            end = self._end(int(slots[index]), done=bool(commits.finished[index]))
-            if end is not None:
-                finished.append(end)
+        for index in decoder.ended(slots, commits.finished).tolist():
+            if lost is None or not lost[index]:
+                end = self._end(int(slots[index]))
+                if end is not None:
+                    finished.append(end)
         over = {row.slot for row in finished} | {row.slot for row in failed}
         if over:
             self._over |= over
@@ -1155,19 +1153,15 @@ class DecodingEngine:
             if slots[index] not in over
         )
 
-    def _end(self, slot: int, *, done: bool) -> RowFinished | None:
-        """Return the row's finish if everything it will answer is committed."""
+    def _end(self, slot: int) -> RowFinished | None:
+        """Return the finish of a row that has its whole answer."""
         tenant = self._tenants[slot]
         if tenant is None:
             return None
         request, decoder = tenant.request, self._decoder
-        known = min(decoder.num_known(slot), request.max_new_tokens)
-        stop = int(decoder.stop_at[slot]) - request.prompt_len
-        cut_short = stop < known and request.truncate_at_stop
-        if not done and not cut_short and known < request.max_new_tokens:
-            return None
-        tokens = decoder.generated(slot)[: stop if cut_short else request.max_new_tokens]
-        reason = FinishReason.EOS if stop < known else FinishReason.LENGTH
+        wanted, stop = request.max_new_tokens, int(decoder.stop_at[slot]) - request.prompt_len
+        reason = FinishReason.EOS if stop < wanted else FinishReason.LENGTH
+        tokens = decoder.generated(slot)[: stop if request.truncate_at_stop else wanted]
         output = DecodeOutput(
             tuple(tokens.tolist()),
             int(decoder.num_steps[slot]),
