@@ -29,9 +29,9 @@ from dllm_sched_hf.decoder import (
     StepPlan,
     check_field,
     check_flag,
-    compiled,
     shown,
 )
+from dllm_sched_hf.loops import compiled
 
 __all__ = ["D2F", "D2FPlan", "D2FRequest"]
 

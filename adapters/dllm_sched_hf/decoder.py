@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, TypeGuard, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import attrs
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from dllm_sched.errors import ConfigError
 from dllm_sched.request import Request
+from dllm_sched_hf.loops import compiled
 
 __all__ = [
     "Bools",
@@ -46,7 +46,6 @@ __all__ = [
     "check_flag",
     "check_knobs",
     "check_token_ids",
-    "compiled",
     "is_int",
     "run_starts",
     "shown",
@@ -232,23 +231,6 @@ class DecodeRequest(PromptRequest):
     """
 
     temperature: float = attrs.field(default=0.0, validator=check_field)
-
-
-# -- compiled loops
-
-_Loop = TypeVar("_Loop", bound=Callable[..., Any])
-
-
-def compiled(loop: _Loop) -> _Loop:
-    """Compile a function of numbers and arrays when it is first called with their types.
-
-    The machine code is kept beside the source, or where numba finds a place, for other processes.
-    """
-    options: dict[str, Any] = {"error_model": "numpy", "nogil": True}
-    try:
-        return numba.njit(loop, cache=True, **options)
-    except RuntimeError:  # no place to keep it: a read-only file system
-        return numba.njit(loop, **options)
 
 
 # -- one step

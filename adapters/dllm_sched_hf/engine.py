@@ -58,11 +58,11 @@ from dllm_sched_hf.fast_dllm import FastDLLM, FastDLLMRequest
 from dllm_sched_hf.graphs import Capture, StepGraphs
 from dllm_sched_hf.llada import LLaDA, LLaDARequest
 from dllm_sched_hf.modeling_llada import (
-    PARTS,
     AttentionGroup,
     KVCache,
     LLaDAModelLM,
     PackedLayout,
+    Parts,
     compiled_parts,
 )
 
@@ -309,7 +309,9 @@ class DecodingEngine:
             )
         self._layers = () if self._cache is None else self._cache.layers
         self._bias, self._bias_on_host = _bias_rows(self.max_len, weight)
-        self._parts = compiled_parts() if compile_forward else PARTS
+        parts = compiled_parts() if compile_forward else Parts()
+        looped = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._parts = Parts(loops=True) if looped and not compile_forward else parts
         self._split_cells = _SPLIT_CELLS.get(weight.device.type, _SPLIT_CELLS["cuda"])
         self._on_host = weight.device.type == "cpu"
         self._pads = not self._on_host  # few large calls of rows padded to each other
@@ -327,7 +329,7 @@ class DecodingEngine:
                 chunk=max(1, _LOGITS_PER_CHUNK // self.vocab_size),
                 max_rows=max_num_seqs,
                 capture=capture,
-                parts=self._parts,
+                parts=parts,
             )
         self.graph_stats = None if self._graphs is None else self._graphs.stats
         # The step that runs, or why it does not.

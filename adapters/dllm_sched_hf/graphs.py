@@ -31,12 +31,11 @@ from torch import Tensor
 
 from dllm_sched_hf.decoder import Floats, Ints, StepPlan
 from dllm_sched_hf.modeling_llada import (
-    PARTS,
     AttentionGroup,
-    BlockParts,
     KVCache,
     LLaDAModelLM,
     PackedLayout,
+    Parts,
 )
 
 __all__ = ["Bucket", "Capture", "GraphStats", "StepGraphs", "capture_cuda"]
@@ -160,7 +159,7 @@ class StepGraphs:
         chunk: int,
         max_rows: int,
         capture: Capture,
-        parts: BlockParts = PARTS,
+        parts: Parts = Parts(),
     ) -> None:
         self.stats = GraphStats()
         self._model, self._parts, self._cache, self._bias = model, parts, cache, bias

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from dllm_sched.errors import ConfigError
+from dllm_sched_hf.loops import compiled
 
 __all__ = [
     "AttentionGroup",
@@ -306,8 +310,8 @@ class PackedLayout(NamedTuple):
 
 # (layer, q [..., heads, head_dim], k and v [..., kv_heads, head_dim]) -> [..., heads, head_dim]
 _Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# What a block does before attention and after it.
-BlockParts = tuple[Callable[..., Tensor], ...]
+_Floats = NDArray[np.float32]
+_Ints = NDArray[np.int64]
 
 
 class LLaDARMSNorm(nn.Module):
@@ -328,21 +332,32 @@ class _Norm(NamedTuple):
 
     weight: Tensor  #: ``[d_model]``
     eps: float
-    shift: Tensor  #: that, as a float32 tensor ``[1]`` on the CPU
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, *, loops: bool) -> Tensor:
         """Return the normed ``x`` (``[tokens, d_model]``) in its own dtype."""
-        if x.is_cpu and x.dtype == torch.float32:
-            # There rms_norm is a chain of nine operations; this is one of five.
-            norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            mean_square = torch.addcmul(self.shift, norm, norm, value=1 / x.shape[-1])
-            return mean_square.rsqrt_().mul(x).mul_(self.weight)
+        if loops:
+            return torch.from_numpy(_norm(x.numpy(), self.weight.numpy(), self.eps))
         return _rms_norm(x, self.weight, self.eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return weight * F.rms_norm(wide, (x.shape[-1],), eps=eps).to(x.dtype)
+
+
+@partial(compiled, reorder=True)
+def _norm(x: _Floats, weight: _Floats, eps: float) -> _Floats:
+    """Return the normed ``x``; float32 ``[tokens, d_model]`` each, and ``[d_model]``."""
+    out = np.empty_like(x)
+    tokens, width = x.shape
+    for token in range(tokens):
+        squares = np.float32(0)
+        for i in range(width):
+            squares += x[token, i] * x[token, i]
+        scale = np.float32(1 / np.sqrt(squares / width + eps))
+        for i in range(width):
+            out[token, i] = x[token, i] * scale * weight[i]
+    return out
 
 
 class _Rotary(NamedTuple):
@@ -378,6 +393,35 @@ class _Rotary(NamedTuple):
             x.mul_(self.cos).addcmul_(swapped, self.sin)
         else:
             x.copy_(self.turn(x))
+
+
+@compiled
+def _turn_and_write(
+    qkv: _Floats, num_heads: int, cos: _Floats, sin: _Floats, places: _Floats, index: _Ints
+) -> None:
+    """Rotate queries in place, and write rotated keys and the values behind them.
+
+    Args:
+        qkv: float32 ``[tokens, heads, head_dim]``, queries first.
+        num_heads: Of the queries.
+        cos: float32 ``[tokens, 1, head_dim]``.
+        sin: The same, signed.
+        places: float32 ``[places, 2 * n_kv_heads, head_dim]``; written.
+        index: int64 ``[tokens]`` which place is whose.
+    """
+    tokens, heads, width = qkv.shape
+    half, kv_heads = width // 2, (heads - num_heads) // 2
+    turned = np.empty((num_heads + kv_heads, width), qkv.dtype)
+    for token in range(tokens):
+        x, c, s, kv = qkv[token], cos[token, 0], sin[token, 0], places[index[token]]
+        for head in range(num_heads + kv_heads):
+            for i in range(half):
+                turned[head, i] = x[head, i] * c[i] + x[head, half + i] * s[i]
+            for i in range(half):
+                turned[head, half + i] = x[head, half + i] * c[half + i] + x[head, i] * s[half + i]
+        x[:num_heads] = turned[:num_heads]
+        kv[:kv_heads] = turned[num_heads:]
+        kv[kv_heads:] = x[num_heads + kv_heads :]
 
 
 class _Joined(NamedTuple):
@@ -455,7 +499,7 @@ class LLaDABlock(nn.Module):
         rotary: _Rotary,
         layout: PackedLayout,
         cache: Tensor | None,
-        parts: BlockParts,
+        parts: Parts,
         *,
         last: bool,
     ) -> Tensor:
@@ -466,48 +510,71 @@ class LLaDABlock(nn.Module):
             rotary: Of the tokens' positions.
             layout: As for the model.
             cache: This layer's.
-            parts: What is done before attention and after it.
+            parts: What is done before attention and after it, and how.
             last: Whether no block comes after this one.
         """
-        before, after = parts
+        before, after, loops = parts
         heads = self.n_heads
-        q = qkv = before(self, x, rotary)
-        kv = qkv[:, heads:]
-        if cache is not None:
-            _write(cache, kv, layout)
-            kv = cache
+        q = before(self, x, rotary, loops=loops)
+        kv = self._write(q, rotary, layout, cache, loops=loops)
         groups, wanted = layout.groups, layout.wanted if last else None
         if wanted is not None:
             x = x.index_select(0, wanted)
             if layout.wanted_groups is not None:
                 q, groups, wanted = q.index_select(0, wanted), layout.wanted_groups, None
-        outs = [_attend_group(group, q, kv, heads, cached=kv is cache) for group in groups]
+        cached = cache is not None
+        outs = [_attend_group(group, q, kv, heads, cached=cached) for group in groups]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         if wanted is not None:
             out = out.index_select(0, wanted)
-        return after(self, x, out)
+        return after(self, x, out, loops=loops)
 
-    def before_attention(self, x: Tensor, rotary: _Rotary) -> Tensor:
-        """Return queries, keys and values ``[tokens, n_heads + 2 * n_kv_heads, head_dim]``."""
+    def before_attention(self, x: Tensor, rotary: _Rotary, *, loops: bool) -> Tensor:
+        """Return queries, keys and values ``[tokens, n_heads + 2 * n_kv_heads, head_dim]``.
+
+        Those that loops are to rotate are not rotated yet.
+        """
         joined = self.joined or self.join_weights()
-        h = joined.attn_norm(x)
+        h = joined.attn_norm(x, loops=loops)
         if joined.qkv is None:
             qkv = torch.cat((self.q_proj(h), self.k_proj(h), self.v_proj(h)), -1)
         else:
             qkv = _times(h, joined.qkv)
         turned = self.n_heads + self.n_kv_heads
         qkv = qkv.view(-1, turned + self.n_kv_heads, self.head_dim)
-        rotary.turn_(qkv[:, :turned])
+        if not loops:
+            rotary.turn_(qkv[:, :turned])
         return qkv
 
-    def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
+    def _write(
+        self, qkv: Tensor, rotary: _Rotary, layout: PackedLayout, cache: Tensor | None, *, loops: bool
+    ) -> Tensor:
+        """Put new keys and values where they belong; return the cache or, without one, them."""
+        kv, index = qkv[:, self.n_heads :], layout.write_index
+        places = None if cache is None else cache.flatten(0, 1)
+        if loops:
+            if places is None or index is None:
+                places = kv = torch.empty_like(kv, memory_format=torch.contiguous_format)
+                index = torch.arange(len(kv))
+            _turn_and_write(
+                *(qkv.numpy(), self.n_heads, rotary.cos.numpy(), rotary.sin.numpy()),
+                *(places.numpy(), index.numpy()),
+            )
+        elif places is not None and index is not None:
+            places.index_copy_(0, index, kv)
+        if places is not None and layout.copied is not None:
+            source, target = layout.copied
+            places.index_copy_(0, target, places.index_select(0, source))
+        return kv if cache is None else cache
+
+    def after_attention(self, x: Tensor, out: Tensor, *, loops: bool) -> Tensor:
         """Add attention's output and the feed-forward layer to ``x``, in place, and return it."""
         joined = self.joined or self.join_weights()
         if joined.out is None:
             x += self.attn_out(out)
         else:
             _add_times(x, out, joined.out)
-        h = joined.ff_norm(x)
+        h = joined.ff_norm(x, loops=loops)
         if joined.ff is None:
             gate, up = self.ff_proj(h), self.up_proj(h)
         else:
@@ -520,16 +587,22 @@ class LLaDABlock(nn.Module):
         return x
 
 
-PARTS: BlockParts = (LLaDABlock.before_attention, LLaDABlock.after_attention)
+class Parts(NamedTuple):
+    """What a block does before attention and after it, and by what."""
+
+    before: Callable[..., Tensor] = LLaDABlock.before_attention
+    after: Callable[..., Tensor] = LLaDABlock.after_attention
+    loops: bool = False
+    """Whether by compiled loops where torch would take several operations: for float32 on a CPU."""
 
 
 @functools.cache
-def compiled_parts() -> BlockParts:
-    """Return the same through ``torch.compile``: once for any number of tokens and every block.
+def compiled_parts() -> Parts:
+    """Return them through ``torch.compile``: once for any number of tokens and every block.
 
     Attention stays as it is: it would be compiled for every layout of a batch.
     """
-    return tuple(torch.compile(part) for part in PARTS)
+    return Parts(torch.compile(LLaDABlock.before_attention), torch.compile(LLaDABlock.after_attention))
 
 
 def _times(x: Tensor, weight: Tensor) -> Tensor:
@@ -574,8 +647,7 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
 
 
 def _serving(norm: LLaDARMSNorm) -> _Norm:
-    shift = torch.full((1,), norm.eps, dtype=torch.float32, device="cpu")
-    return _Norm(norm.weight.detach(), norm.eps, shift)
+    return _Norm(norm.weight.detach(), norm.eps)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -766,7 +838,7 @@ class LLaDAModelLM(PreTrainedModel):
         input_ids: Tensor,
         layout: PackedLayout,
         cache: KVCache | None,
-        parts: BlockParts = PARTS,
+        parts: Parts = Parts(),
     ) -> Tensor:
         """Run the new tokens of all rows once, and leave their keys and values in the cache.
 
@@ -776,7 +848,7 @@ class LLaDAModelLM(PreTrainedModel):
             input_ids: int64 ``[tokens]``, the rows' new tokens behind each other.
             layout: Where each token belongs, what each row may see, which tokens are wanted.
             cache: Written where the layout says, then read; None = rows see their new tokens only.
-            parts: What every block does before and after attention, or that compiled.
+            parts: What every block does before and after attention, and how.
 
         Returns:
             Hidden states ``[tokens or c, d_model]`` after the final norm; :meth:`logits` takes any
@@ -789,7 +861,7 @@ class LLaDAModelLM(PreTrainedModel):
         for number, block in enumerate(blocks, 1 - len(blocks)):
             layer = None if cache is None else cache.layers[number - 1]
             x = block.forward_packed(x, rotary, layout, layer, parts, last=number == 0)
-        return _serving(model.ln_f)(x)
+        return _serving(model.ln_f)(x, loops=parts.loops)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits ``[..., embedding_size]`` of any final hidden states."""
@@ -797,16 +869,6 @@ class LLaDAModelLM(PreTrainedModel):
         if hidden.dim() == 2 and _is_plain(head) and not torch.is_grad_enabled():
             return _times(hidden, head.weight.t())
         return head(hidden)
-
-
-def _write(cache: Tensor, kv: Tensor, layout: PackedLayout) -> None:
-    """Put new keys and values where they belong in a layer's cache, and copy what is shared."""
-    places = cache.flatten(0, 1)
-    if layout.write_index is not None:
-        places.index_copy_(0, layout.write_index, kv)
-    if layout.copied is not None:
-        source, target = layout.copied
-        places.index_copy_(0, target, places.index_select(0, source))
 
 
 def _attend_group(
