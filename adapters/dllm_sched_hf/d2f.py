@@ -351,4 +351,4 @@ def _choose(
             num_finished += 1
             grew[index] = True
         rows[4, slot], rows[6, slot] = num_finished, prompt_len + num_finished * length
-    return chosen[:num_chosen], forced[:num_forced], grew, grew.any()
+    return chosen[:num_chosen], forced[:num_forced], grew, bool(grew.any())

@@ -8,6 +8,7 @@ it needs the tokens there in any case, to plan, to stream and to notice ends, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,13 +58,15 @@ from dllm_sched_hf.decoder import (
 from dllm_sched_hf.fast_dllm import FastDLLM, FastDLLMRequest
 from dllm_sched_hf.graphs import Capture, StepGraphs
 from dllm_sched_hf.llada import LLaDA, LLaDARequest
+from dllm_sched_hf.loops import compiled
 from dllm_sched_hf.modeling_llada import (
+    PARTS,
     AttentionGroup,
     KVCache,
     LLaDAModelLM,
     PackedLayout,
-    Parts,
     compiled_parts,
+    warm_up,
 )
 
 __all__ = [
@@ -97,6 +100,9 @@ _SPLIT_CELLS = {"cpu": 2**12, "cuda": 2**19}
 _LOGITS_PER_CHUNK = 2**25
 # Of those, in float32 or float64 at once.
 _WIDE_PER_CHUNK = 2**23
+
+# In which confidences are computed, and what takes their bits.
+_NARROW, _WIDE = (torch.float32, torch.int32), (torch.float64, torch.int64)
 
 _PHASES = (Phase.PREFILL, Phase.REFRESH, Phase.REUSE)
 _CODES = {phase: code for code, phase in enumerate(_PHASES)}
@@ -198,6 +204,9 @@ _Found = Tensor | tuple[NDArray[Any], Ints]
 """Confidence and token of every masked position: bits ``[2, c]`` on the device, or two arrays."""
 
 
+_LaidOut = tuple[Ints, Tensor, Tensor | None, tuple[AttentionGroup, ...]]
+
+
 class _Flight(NamedTuple):
     """A step whose forward was started."""
 
@@ -285,11 +294,10 @@ class DecodingEngine:
         ):
             if not isinstance(flag, bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(flag)}")
-        window = base.config.max_sequence_length
         self.model = base.eval()
         base.join_weights()
         self.max_num_seqs = max_num_seqs
-        self.max_len = window if max_len is None else max_len
+        self.max_len = base.config.max_sequence_length if max_len is None else max_len
         self.mask_token_id = base.config.mask_token_id
         self.vocab_size = base.config.vocab_size
         self.stop_token_ids: tuple[int, ...] = default_stop_ids(base)
@@ -308,16 +316,15 @@ class DecodingEngine:
                 base.config, max_num_seqs, self.max_len, device=weight.device, dtype=weight.dtype
             )
         self._layers = () if self._cache is None else self._cache.layers
-        self._bias, self._bias_on_host = _bias_rows(self.max_len, weight)
-        parts = compiled_parts() if compile_forward else Parts()
-        looped = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._parts = Parts(loops=True) if looped and not compile_forward else parts
+        self._bias = _bias_rows(self.max_len, weight)
         self._split_cells = _SPLIT_CELLS.get(weight.device.type, _SPLIT_CELLS["cuda"])
-        self._on_host = weight.device.type == "cpu"
-        self._pads = not self._on_host  # few large calls of rows padded to each other
-        wide = decoder.confidence_type is np.float64
-        self._precision = torch.float64 if wide else torch.float32
-        self._bits = torch.int64 if wide else torch.int32
+        self._on_host = on_host = weight.is_cpu
+        self._pads = not on_host  # few large calls of rows padded to each other
+        parts = compiled_parts() if compile_forward else PARTS
+        loops = on_host and weight.dtype == torch.float32 and not compile_forward
+        self._parts = parts._replace(loops=loops)
+        narrow = decoder.confidence_type is np.float32
+        self._precision, self._bits = _NARROW if narrow else _WIDE
         self._graphs: StepGraphs | None = None
         if capture is not None:
             self._graphs = StepGraphs(
@@ -348,13 +355,8 @@ class DecodingEngine:
         self._slots: Ints = np.empty(0, np.int64)
         self._first = self._slots  # where the predictions of each position begin, of all in a row
         # Places of the last step that ran without a graph, and what they make of its layout.
-        none: tuple[AttentionGroup, ...] = ()
-        self._laid_out: tuple[Ints, Tensor, Tensor | None, tuple[AttentionGroup, ...]] = (
-            self._slots,
-            torch.empty(0),
-            None,
-            none,
-        )
+        self._laid_out: _LaidOut = self._slots, torch.empty(0), None, ()
+        _warm_up(self.decoder_type)
 
     def __getstate__(self) -> object:
         raise TypeError(
@@ -773,7 +775,7 @@ class DecodingEngine:
         plan = self._decoder.plan(slots)
         queries, keys = plan.end - plan.start, plan.length
         if not self._pads:
-            return plan, self._neighbours(plan, queries.tolist())
+            return plan, self._neighbours(plan, queries)
         padding = len(keys) * int(queries.max()) * int(keys.max()) - int((queries * keys).sum())
         if padding <= self._split_cells:
             return plan, [(0, len(keys))]
@@ -782,7 +784,7 @@ class DecodingEngine:
         edges = [0, *(np.flatnonzero(np.diff(_size_class(plan))) + 1).tolist(), len(keys)]
         return plan, list(itertools.pairwise(edges))
 
-    def _neighbours(self, plan: StepPlan, queries: list[int]) -> list[tuple[int, int]]:
+    def _neighbours(self, plan: StepPlan, queries: Ints) -> list[tuple[int, int]]:
         """Group sequences that lie beside each other and send as many queries.
 
         Nothing is copied to bring them together: no key is gathered and no query padded. A call per
@@ -790,24 +792,10 @@ class DecodingEngine:
         """
         if len(queries) == 1:
             return [(0, 1)]
-        keys, slots = plan.length.tolist(), plan.slots.tolist()
-        most_cells = self._split_cells
+        slots, cells = plan.slots, self._split_cells
         if self._cache is None:  # keys lie on the packed axis: there is nothing to pad them with
-            slots, most_cells = range(len(queries)), 0
-        edges, most = [0], keys[0]
-        for index in range(1, len(queries)):
-            longest = max(most, keys[index])
-            rows = index - edges[-1]
-            padded = (rows * (longest - most) + longest - keys[index]) * queries[index]
-            if (
-                queries[index] != queries[index - 1]
-                or slots[index] != slots[index - 1] + 1
-                or padded > most_cells
-            ):
-                edges.append(index)
-                longest = keys[index]
-            most = longest
-        return list(itertools.pairwise((*edges, len(queries))))
+            slots, cells = np.arange(len(queries)), 0
+        return list(itertools.pairwise(_edges(queries, plan.length, slots, cells).tolist()))
 
     def _upload(self, array: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -842,7 +830,7 @@ class DecodingEngine:
         left = np.bincount(plan.row[index], minlength=len(queries))
         # What is saved, in cells, against the calls that it takes more.
         saved = int(((queries - left) * plan.length).sum())
-        again = self._neighbours(plan, left.tolist())
+        again = self._neighbours(plan, left)
         if saved <= (1 + len(again) - len(ranges)) * self._split_cells or not left.min():
             return None
         return self._groups(plan, again, left, plan.visible[index])
@@ -858,43 +846,52 @@ class DecodingEngine:
             queries: ``[s]`` of each sequence, in order.
             visible: ``[n]`` each sees the positions below this one.
         """
-        edges = [0, *queries.cumsum().tolist()]
-        slots, keys = plan.slots.tolist(), plan.length.tolist()
-        # Later tokens of a sequence see no less than its first one.
-        least = [visible.item(edge) for edge in edges[:-1]]
-        most = [max(keys[low:high]) for low, high in ranges]
-        blind = [min(least[low:high]) < n for (low, high), n in zip(ranges, most, strict=True)]
-        unseen = rows = None
-        if any(blind):
-            hidden = self.max_len - visible
-            if self._pads:
-                unseen = self._upload(hidden)
-            else:
-                width = max(n for n, some in zip(most, blind, strict=True) if some)
-                rows = self._bias_on_host[:, :width].take(hidden, 0)
-        ends = (plan.end - plan.start).cumsum().tolist() if self._cache is None else []
+        if self._pads:
+            return self._padded_groups(plan, ranges, queries, visible)
+        starts, most, bias_at, shade = _shade(np.array(ranges), queries, plan.length, visible)
+        bias_rows = torch.from_numpy(shade).to(self._dtype)
+        edges, most, bias_at = starts.tolist(), most.tolist(), bias_at.tolist()
+        slots = plan.slots.tolist()
+        ends = [0, *(plan.end - plan.start).cumsum().tolist()] if self._cache is None else []
         groups = []
-        for (low, high), num_keys, some in zip(ranges, most, blind, strict=True):
-            start, stop = edges[low], edges[high]
-            pad = unpad = bias = None
-            if self._pads:
-                pad, unpad = self._padding(queries[low:high])
-            if unseen is not None and some:
+        for index, (low, high) in enumerate(ranges):
+            num_keys, bias = most[index], None
+            if bias_at[index] < bias_at[index + 1]:
+                bias = bias_rows[bias_at[index] : bias_at[index + 1]]
+                bias = bias.view(high - low, 1, -1, num_keys)
+            where = (
+                slice(ends[low], ends[high]) if ends else slice(slots[low], slots[low] + high - low)
+            )
+            start, stop = edges[index], edges[index + 1]
+            groups.append(
+                AttentionGroup(start, stop, where, num_keys, None, None, high - low, bias)
+            )
+        return tuple(groups)
+
+    def _padded_groups(
+        self, plan: StepPlan, ranges: list[tuple[int, int]], queries: Ints, visible: Ints
+    ) -> tuple[AttentionGroup, ...]:
+        """Lay out the same, with the queries of a group's rows padded to the longest."""
+        edges = [0, *queries.cumsum().tolist()]
+        unseen = self._upload(self.max_len - visible)
+        ends = [0, *(plan.end - plan.start).cumsum().tolist()] if self._cache is None else []
+        groups = []
+        for low, high in ranges:
+            start, stop, num_keys = edges[low], edges[high], int(plan.length[low:high].max())
+            pad, unpad = self._padding(queries[low:high])
+            bias = None
+            if int(visible[start:stop].min()) < num_keys:
                 at = unseen[start:stop]
                 bias = self._bias[:, :num_keys][at if pad is None else at[pad].flatten()]
                 bias = bias.view(high - low, 1, -1, num_keys)
-            elif rows is not None and some:
-                own = rows[start:stop, :num_keys].reshape(high - low, 1, -1, num_keys)
-                bias = torch.from_numpy(own)
-                if bias.dtype != self._dtype:
-                    bias = bias.to(self._dtype)
+            slots = plan.slots[low:high]
             where: slice | Tensor
-            if self._cache is None:
-                where = slice(ends[low - 1] if low else 0, ends[high - 1])
-            elif slots[high - 1] - slots[low] == high - low - 1:  # ascending within a group
-                where = slice(slots[low], slots[high - 1] + 1)
+            if ends:
+                where = slice(ends[low], ends[high])
+            elif slots[-1] - slots[0] == high - low - 1:  # ascending within a group
+                where = slice(int(slots[0]), int(slots[-1]) + 1)
             else:
-                where = self._upload(plan.slots[low:high])
+                where = self._upload(slots)
             groups.append(
                 AttentionGroup(start, stop, where, num_keys, pad, unpad, high - low, bias)
             )
@@ -1342,18 +1339,98 @@ def _check_slot(slot: object, request: Request, does: str, num_slots: int) -> No
         )
 
 
-def _bias_rows(max_len: int, weight: Tensor) -> tuple[Tensor, NDArray[Any]]:
+@functools.cache
+def _warm_up(decoder_type: type[Decoder]) -> None:
+    """Run every loop of a step once, so that no request waits until they are compiled."""
+    decoder, slots = decoder_type(1, 8, 0), np.zeros(1, np.int64)
+    request = decoder_type.request_type(
+        id="warm-up", prompt=(1,), max_new_tokens=1, block_length=1, stop_token_ids=(1,)
+    )
+    decoder.start(0, request, (1,))
+    plan = decoder.plan(slots)
+    one = np.ones(1, np.int64)
+    commits = decoder.commit(plan, one.astype(decoder_type.confidence_type), one)
+    decoder.ended(slots, commits.finished)
+    _edges(one, one, slots, 0)
+    _shade(np.array([(0, 1)]), one, one, one)
+    warm_up()
+
+
+def _bias_rows(max_len: int, weight: Tensor) -> Tensor:
     """Return what may be seen by who sees the first ``max_len - u`` positions, as row u.
 
     Returns:
-        ``[max_len + 1, max_len]``, 0 or -inf; and the same for numpy, which takes rows of it in a
-        fraction of the time, in its nearest dtype.
+        ``[max_len + 1, max_len]``, 0 or -inf.
     """
-    shape, step = (max_len + 1, max_len), (1, 1)  # a row is the one above it, a place on
     bias = torch.zeros(2 * max_len, device=weight.device, dtype=weight.dtype)
     bias[max_len:] = -math.inf
-    wide = bias.to("cpu", torch.promote_types(bias.dtype, torch.float32))
-    return bias.as_strided(shape, step), wide.as_strided(shape, step).numpy()
+    return bias.as_strided((max_len + 1, max_len), (1, 1))  # a row is the one above it, a place on
+
+
+@compiled
+def _edges(queries: Ints, keys: Ints, slots: Ints, most_cells: int) -> Ints:
+    """Return where groups of neighbours begin, and the end of the last one.
+
+    Args:
+        queries: ``[s]`` of each sequence: equally many in a group.
+        keys: ``[s]`` likewise: padded to the longest.
+        slots: ``[s]`` likewise: each is next to the one before.
+        most_cells: Queries times keys that a further sequence may cost in padding.
+    """
+    edges = np.empty(len(queries) + 1, np.int64)
+    edges[0], count, most = 0, 1, keys[0]
+    for index in range(1, len(queries)):
+        longest, rows = max(most, keys[index]), index - edges[count - 1]
+        padded = (rows * (longest - most) + longest - keys[index]) * queries[index]
+        most = longest
+        if (
+            queries[index] != queries[index - 1]
+            or slots[index] != slots[index - 1] + 1
+            or padded > most_cells
+        ):
+            edges[count], most = index, keys[index]
+            count += 1
+    edges[count] = len(queries)
+    return edges[: count + 1]
+
+
+@compiled
+def _shade(
+    ranges: Ints, queries: Ints, keys: Ints, visible: Ints
+) -> tuple[Ints, Ints, Ints, NDArray[np.float32]]:
+    """Say what the queries of each group see.
+
+    Args:
+        ranges: ``[g, 2]`` the sequences of each group.
+        queries: ``[s]`` of each sequence, in order.
+        keys: ``[s]`` likewise.
+        visible: ``[n]`` each query sees the positions below this one.
+
+    Returns:
+        ``[g + 1]`` where the queries of each group begin, and n; ``[g]`` its keys; ``[g + 1]``
+        where its bias begins in what comes last, and the end: 0 or -inf, as ``[queries, keys]``,
+        nothing for a group that sees everything.
+    """
+    count = len(ranges)
+    starts, bias_at = np.zeros((2, count + 1), np.int64)
+    most = np.empty(count, np.int64)
+    for group, (low, high) in enumerate(ranges):
+        at, most[group] = starts[group], keys[low:high].max()
+        blind = False
+        for each in range(low, high):
+            # Later tokens of a sequence see no less than its first one.
+            blind |= visible[at] < most[group]
+            at += queries[each]
+        starts[group + 1], bias_at[group + 1] = at, bias_at[group]
+        if blind:
+            bias_at[group + 1] += (at - starts[group]) * most[group]
+    shade = np.zeros(bias_at[count], np.float32)
+    for group in range(count):
+        if bias_at[group] < bias_at[group + 1]:
+            rows = shade[bias_at[group] : bias_at[group + 1]].reshape(-1, most[group])
+            for index in range(len(rows)):
+                rows[index, visible[starts[group] + index] :] = -np.inf
+    return starts, most, bias_at, shade
 
 
 def _size_class(plan: StepPlan) -> Floats:

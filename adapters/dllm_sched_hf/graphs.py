@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dllm_sched_hf.decoder import Floats, Ints, StepPlan
 from dllm_sched_hf.modeling_llada import (
+    PARTS,
     AttentionGroup,
     KVCache,
     LLaDAModelLM,
@@ -159,7 +160,7 @@ class StepGraphs:
         chunk: int,
         max_rows: int,
         capture: Capture,
-        parts: Parts = Parts(),
+        parts: Parts = PARTS,
     ) -> None:
         self.stats = GraphStats()
         self._model, self._parts, self._cache, self._bias = model, parts, cache, bias

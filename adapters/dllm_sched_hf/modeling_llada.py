@@ -365,6 +365,7 @@ class _Rotary(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+    both: Tensor  #: ``[tokens, 2, 1, head_dim]`` where they are
 
     @classmethod
     def table(cls, length: int, frequency: Tensor) -> Tensor:
@@ -378,7 +379,9 @@ class _Rotary(NamedTuple):
     def at(cls, table: Tensor, positions: Tensor, dtype: torch.dtype) -> _Rotary:
         """Return those of some positions for queries and keys of a dtype."""
         wide = torch.promote_types(dtype, torch.float32)
-        return cls(*table.index_select(0, positions).to(wide).unbind(1))
+        both = table.index_select(0, positions).to(wide)
+        cos, sin = both.unbind(1)
+        return cls(cos, sin, both)
 
     def turn(self, x: Tensor) -> Tensor:
         """Rotate ``x`` ``[..., heads, head_dim]``; back in its own dtype."""
@@ -397,15 +400,14 @@ class _Rotary(NamedTuple):
 
 @compiled
 def _turn_and_write(
-    qkv: _Floats, num_heads: int, cos: _Floats, sin: _Floats, places: _Floats, index: _Ints
+    qkv: _Floats, num_heads: int, turns: _Floats, places: _Floats, index: _Ints
 ) -> None:
     """Rotate queries in place, and write rotated keys and the values behind them.
 
     Args:
         qkv: float32 ``[tokens, heads, head_dim]``, queries first.
         num_heads: Of the queries.
-        cos: float32 ``[tokens, 1, head_dim]``.
-        sin: The same, signed.
+        turns: float32 ``[tokens, 2, 1, head_dim]``, cosines and signed sines.
         places: float32 ``[places, 2 * n_kv_heads, head_dim]``; written.
         index: int64 ``[tokens]`` which place is whose.
     """
@@ -413,12 +415,13 @@ def _turn_and_write(
     half, kv_heads = width // 2, (heads - num_heads) // 2
     turned = np.empty((num_heads + kv_heads, width), qkv.dtype)
     for token in range(tokens):
-        x, c, s, kv = qkv[token], cos[token, 0], sin[token, 0], places[index[token]]
+        x, kv = qkv[token], places[index[token]]
+        cos, sin = turns[token, 0, 0], turns[token, 1, 0]
         for head in range(num_heads + kv_heads):
             for i in range(half):
-                turned[head, i] = x[head, i] * c[i] + x[head, half + i] * s[i]
-            for i in range(half):
-                turned[head, half + i] = x[head, half + i] * c[half + i] + x[head, i] * s[half + i]
+                turned[head, i] = x[head, i] * cos[i] + x[head, half + i] * sin[i]
+            for i in range(half, width):
+                turned[head, i] = x[head, i] * cos[i] + x[head, i - half] * sin[i]
         x[:num_heads] = turned[:num_heads]
         kv[:kv_heads] = turned[num_heads:]
         kv[kv_heads:] = x[num_heads + kv_heads :]
@@ -547,7 +550,13 @@ class LLaDABlock(nn.Module):
         return qkv
 
     def _write(
-        self, qkv: Tensor, rotary: _Rotary, layout: PackedLayout, cache: Tensor | None, *, loops: bool
+        self,
+        qkv: Tensor,
+        rotary: _Rotary,
+        layout: PackedLayout,
+        cache: Tensor | None,
+        *,
+        loops: bool,
     ) -> Tensor:
         """Put new keys and values where they belong; return the cache or, without one, them."""
         kv, index = qkv[:, self.n_heads :], layout.write_index
@@ -556,10 +565,8 @@ class LLaDABlock(nn.Module):
             if places is None or index is None:
                 places = kv = torch.empty_like(kv, memory_format=torch.contiguous_format)
                 index = torch.arange(len(kv))
-            _turn_and_write(
-                *(qkv.numpy(), self.n_heads, rotary.cos.numpy(), rotary.sin.numpy()),
-                *(places.numpy(), index.numpy()),
-            )
+            turns, kv_places = rotary.both.numpy(), places.numpy()
+            _turn_and_write(qkv.numpy(), self.n_heads, turns, kv_places, index.numpy())
         elif places is not None and index is not None:
             places.index_copy_(0, index, kv)
         if places is not None and layout.copied is not None:
@@ -587,6 +594,13 @@ class LLaDABlock(nn.Module):
         return x
 
 
+def warm_up() -> None:
+    """Run the loops of a forward once, so that no request waits until they are compiled."""
+    x = np.ones((1, 3, 2), np.float32)
+    _norm(x[0], x[0, 0], 1.0)
+    _turn_and_write(x, 1, np.ones((1, 2, 1, 2), np.float32), x[:, :2].copy(), np.zeros(1, np.int64))
+
+
 class Parts(NamedTuple):
     """What a block does before attention and after it, and by what."""
 
@@ -596,13 +610,16 @@ class Parts(NamedTuple):
     """Whether by compiled loops where torch would take several operations: for float32 on a CPU."""
 
 
+PARTS = Parts()
+
+
 @functools.cache
 def compiled_parts() -> Parts:
     """Return them through ``torch.compile``: once for any number of tokens and every block.
 
     Attention stays as it is: it would be compiled for every layout of a batch.
     """
-    return Parts(torch.compile(LLaDABlock.before_attention), torch.compile(LLaDABlock.after_attention))
+    return Parts(torch.compile(PARTS.before), torch.compile(PARTS.after))
 
 
 def _times(x: Tensor, weight: Tensor) -> Tensor:
@@ -838,7 +855,7 @@ class LLaDAModelLM(PreTrainedModel):
         input_ids: Tensor,
         layout: PackedLayout,
         cache: KVCache | None,
-        parts: Parts = Parts(),
+        parts: Parts = PARTS,
     ) -> Tensor:
         """Run the new tokens of all rows once, and leave their keys and values in the cache.
 

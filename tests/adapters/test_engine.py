@@ -25,6 +25,7 @@ from dllm_sched_hf.engine import (
     NonFiniteLogitsError,
     StepOutOfMemoryError,
 )
+from dllm_sched_hf.modeling_llada import PARTS
 
 FILES = [
     "d2f_aggressive_b16",
@@ -189,6 +190,11 @@ def test_a_neighbour_ten_times_as_long_changes_nothing(
     assert engine.num_tokens == sum(step["len"] for out in outputs.values() for step in out.trace)
 
 
+def as_elsewhere(engine):
+    """Groups padded to their longest row, torch's operations and its read-out: not as on a CPU."""
+    engine._pads, engine._on_host, engine._parts = True, False, PARTS
+
+
 @pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("name", DECODERS)
 def test_one_forward_and_one_copy_back_per_step(
@@ -196,7 +202,8 @@ def test_one_forward_and_one_copy_back_per_step(
 ):
     stored = record(name)
     engine = golden_engine(stored, 8)
-    engine._on_host, engine._pads = on_host, not on_host
+    if not on_host:
+        as_elsewhere(engine)
     forwards, copies, reads = [], [], []
     forward, cpu = engine.model.forward_packed, torch.Tensor.cpu
     monkeypatch.setattr(
@@ -244,10 +251,9 @@ def test_attention_is_laid_out_anew_only_when_other_positions_run(
 def test_the_way_of_other_devices_gives_the_same(
     name, record, golden_request, golden_engine, assert_recorded, loop
 ):
-    """Groups padded to their longest row and a read-out in torch, which a CPU does not use."""
     stored = record(name)
     engine = golden_engine(stored, 8)
-    engine._pads, engine._on_host = True, False
+    as_elsewhere(engine)
     drive = loop(engine)
     for slot, entry in enumerate(stored["requests"][:8]):
         drive.join(slot, golden_request(stored, entry))

@@ -40,9 +40,9 @@ def imports(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "banned"),
     [
-        ("dllm_sched", "numpy torch transformers asyncio multiprocessing concurrent ssl socket"),
+        ("dllm_sched", "numpy numba torch transformers asyncio multiprocessing concurrent ssl socket"),
         ("dllm_sched", "prometheus_client"),
-        ("dllm_sched_hf", "numpy torch transformers peft asyncio multiprocessing ssl socket"),
+        ("dllm_sched_hf", "numpy numba torch transformers peft asyncio multiprocessing ssl socket"),
     ],
 )
 def test_importing_is_light(package, banned):
