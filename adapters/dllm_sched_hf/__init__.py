@@ -73,7 +73,7 @@ _MODULES = {
     "capture_cuda": "graphs",
     "load_model": "loading",
 }
-_EXTRA = {"numpy", "peft", "safetensors", "torch", "transformers"}
+_EXTRA = {"numba", "numpy", "peft", "safetensors", "torch", "transformers"}
 
 
 def __getattr__(name: str) -> Any:

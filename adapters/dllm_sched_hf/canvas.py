@@ -23,9 +23,9 @@ from dllm_sched_hf.decoder import (
     Ints,
     StepPlan,
     is_int,
-    run_starts,
     shown,
 )
+from dllm_sched_hf.loops import compiled
 
 __all__ = ["CanvasDecoder", "CanvasPlan", "CanvasRequest"]
 
@@ -117,16 +117,12 @@ class CanvasDecoder(Decoder):
     def commit(self, plan: CanvasPlan, confidence: Floats, token: Ints) -> Commits:
         """Commit the most confident positions of each row, as many as its rule says."""
         slots = plan.slots
-        row = plan.row[plan.masked]
-        head = np.flatnonzero(run_starts(row))  # each row has a mask
-        order = np.lexsort((-confidence, row))
-        rank = np.arange(len(row)) - head[row]
-        count = np.bincount(row)
-        number = self._num_commits(slots, confidence[order], row, rank, head, count)
-        chosen = np.sort(order[rank < number[row]])
+        head, order = _ranked(plan.row[plan.masked], len(slots), confidence)
+        number = self._num_commits(slots, confidence[order], head)
+        chosen = _best(head, order, number)
         at = plan.masked[chosen]
         self._write(slots, plan.place[at], token[chosen])
-        grew = number == count
+        grew = number == head[1:] - head[:-1]
         self.block[slots] = plan.block + grew
         self.round[slots] = np.where(grew, 0, self.round[slots] + 1)
         return Commits(chosen, self.block[slots] == self.num_blocks[slots], grew)
@@ -177,18 +173,46 @@ class CanvasDecoder(Decoder):
         """
         return np.zeros_like(length), length
 
-    def _num_commits(
-        self, slots: Ints, confidence: Floats, row: Ints, rank: Ints, head: Ints, count: Ints
-    ) -> Ints:
+    def _num_commits(self, slots: Ints, confidence: Floats, head: Ints) -> Ints:
         """Return how many positions each row commits, at least one: here what the schedule says.
 
         Args:
             slots: ``[r]``
             confidence: ``[c]`` row by row, in each row the highest first.
-            row: ``[c]`` row of each.
-            rank: ``[c]`` its rank in the row, from 0.
-            head: ``[r]`` where each row begins.
-            count: ``[r]`` candidates of each row.
+            head: ``[r + 1]`` where each row begins, and c. Each has a candidate.
         """
         each, rest = np.divmod(self.block_length[slots], self.num_rounds[slots])
         return each + (self.round[slots] < rest)
+
+
+@compiled
+def _ranked(row: Ints, num_rows: int, confidence: Floats) -> tuple[Ints, Ints]:
+    """Order each row's candidates by confidence.
+
+    Args:
+        row: ``[c]`` of each candidate, ascending.
+        num_rows: r
+        confidence: ``[c]``
+
+    Returns:
+        ``[r + 1]`` where each row begins, and c; ``[c]`` the candidates row by row, in each row the
+        highest first and of equal ones the first.
+    """
+    head, order = np.zeros(num_rows + 1, np.int64), np.empty(len(row), np.int64)
+    for each in row:
+        head[each + 1] += 1
+    for index in range(num_rows):
+        head[index + 1] += head[index]
+        low, high = head[index], head[index + 1]
+        order[low:high] = low + np.argsort(-confidence[low:high], kind="mergesort")  # stable
+    return head, order
+
+
+@compiled
+def _best(head: Ints, order: Ints, number: Ints) -> Ints:
+    """Return the first ``number`` of each row of what :func:`_ranked` returns, ascending."""
+    passes = np.zeros(len(order), np.bool_)
+    for index, count in enumerate(number):
+        low, high = head[index], head[index + 1]
+        passes[order[low : min(low + count, high)]] = True
+    return passes.nonzero()[0]

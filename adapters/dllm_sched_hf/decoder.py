@@ -9,12 +9,12 @@ request with its settings, and the integer work of a step for many rows at once.
 
 Nothing is written before ``commit``: a step that fails in between has advanced nobody.
 
-This is integer work on small arrays and it runs in numpy on the host, not in torch on the device:
-the host needs its result before it can shape the next forward, one copy of the predictions has to
-come back in any case, a numpy call on arrays this small costs a half to a tenth of a torch call on
-a CPU, and ratios and draws come out the same to the last bit whatever the device. Measured for D2F
-on one core: 0.1 ms a step for plan and commit of one row, 0.25 ms for 16 rows; the published run
-of LLaDA-8B took 24 ms a step on an H200 (arXiv 2608.23807).
+This is integer work on small arrays, and it runs on the host, not in torch on the device: the host
+needs its result before it can shape the next forward, one copy of the predictions has to come back
+in any case, and ratios and draws come out the same to the last bit whatever the device. Whatever
+would take numpy many calls is a compiled loop over the rows (``dllm_sched_hf.loops``). Measured for
+D2F on one core: plan and commit of one row take 0.02 ms a step, of 16 rows 0.04 ms; the published
+run of LLaDA-8B took 24 ms a step on an H200 (arXiv 2608.23807).
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ __all__ = [
     "check_knobs",
     "check_token_ids",
     "is_int",
-    "run_starts",
     "shown",
     "uniform_draws",
 ]
@@ -287,8 +286,8 @@ class Decoder(abc.ABC):
         max_len: Longest row in tokens, prompt included.
         mask_id: The id of a masked position.
 
-    Memory is ``16 * num_slots * max_len`` bytes, twice that for D2F, and a little; a step costs
-    O(rows * blocks + tokens) in some sixty numpy calls.
+    Memory is ``8 * num_slots * max_len`` bytes and a little; a step costs O(rows * blocks +
+    tokens).
     """
 
     request_type: ClassVar[type[DecodeRequest]]
@@ -485,14 +484,6 @@ class Decoder(abc.ABC):
         for row, position, committed in chosen:
             found[row].append([int(position), int(committed)])
         return found
-
-
-def run_starts(key: Ints) -> Bools:
-    """Return where each run of equal values begins in a non-empty array."""
-    starts = np.empty(len(key), np.bool_)
-    starts[0] = True
-    np.not_equal(key[1:], key[:-1], out=starts[1:])
-    return starts
 
 
 # -- for all rows of a step

@@ -19,6 +19,7 @@ from dllm_sched.errors import ConfigError
 from dllm_sched.request import Request
 from dllm_sched_hf.canvas import CanvasDecoder, CanvasPlan, CanvasRequest
 from dllm_sched_hf.decoder import Bools, Commits, Floats, Ints, check_field, shown
+from dllm_sched_hf.loops import compiled
 
 __all__ = ["FastDLLM", "FastDLLMRequest"]
 
@@ -127,15 +128,47 @@ class FastDLLM(CanvasDecoder):
             np.where(block_only, first + self.block_length[slots], length),
         )
 
-    def _num_commits(
-        self, slots: Ints, confidence: Floats, row: Ints, rank: Ints, head: Ints, count: Ints
-    ) -> Ints:
-        number = super()._num_commits(slots, confidence, row, rank, head, count)
-        slot = slots[row]
-        passed = np.add.reduceat(confidence >= self.threshold[slot], head, dtype=np.int64)
-        number = np.where(self.by_threshold[slots], np.maximum(passed, 1), number)
-        fails = (rank > 0) & (confidence < 1 - self.factor[slot] / (rank + 2))
-        first = np.minimum.reduceat(np.where(fails, rank, len(row)), head)
-        # All of them, too, if only the last one fails: so the reference counts.
-        by_factor = np.where(first < count - 1, first, count)
-        return np.where(self.by_factor[slots], by_factor, number)
+    def _num_commits(self, slots: Ints, confidence: Floats, head: Ints) -> Ints:
+        number = super()._num_commits(slots, confidence, head)
+        _apply_rules(
+            *(slots, confidence, head, number),
+            *(self.by_threshold, self.threshold, self.by_factor, self.factor),
+        )
+        return number
+
+
+@compiled
+def _apply_rules(
+    slots: Ints,
+    confidence: Floats,
+    head: Ints,
+    number: Ints,
+    by_threshold: Bools,
+    threshold: Floats,
+    by_factor: Bools,
+    factor: Floats,
+) -> None:
+    """Correct how many positions the rows commit that follow a rule and no schedule.
+
+    Args:
+        slots: ``[r]``
+        confidence: ``[c]`` as in the decoder.
+        head: ``[r + 1]`` likewise.
+        number: ``[r]``, written.
+        by_threshold: ``[slots]`` which follow this rule.
+        threshold: ``[slots]``
+        by_factor: ``[slots]`` which follow this one.
+        factor: ``[slots]``
+    """
+    for index, slot in enumerate(slots):
+        own = confidence[head[index] : head[index + 1]]
+        count = 1  # whatever its confidence
+        if by_threshold[slot]:
+            while count < len(own) and own[count] >= threshold[slot]:
+                count += 1
+            number[index] = count
+        elif by_factor[slot]:
+            while count < len(own) and own[count] >= 1 - factor[slot] / (count + 2):
+                count += 1
+            # All of them, too, if only the last one fails: so the reference counts.
+            number[index] = count if count < len(own) - 1 else len(own)

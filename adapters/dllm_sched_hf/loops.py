@@ -24,8 +24,11 @@ def compiled(loop: _Loop, *, reorder: bool = False) -> _Loop:
     Args:
         loop: The function: of numbers and arrays, and calls of no other than numba knows.
         reorder: Sums may be taken in any order, so that they are taken several at a time.
+
+    Indices are not checked.
     """
-    options: dict[str, Any] = {"error_model": "numpy", "nogil": True, "fastmath": reorder}
+    fast = {"contract", "nsz", "reassoc"} if reorder else set()  # NaN stays NaN
+    options: dict[str, Any] = {"error_model": "numpy", "nogil": True, "fastmath": fast}
     try:
         return numba.njit(loop, cache=True, **options)
     except RuntimeError:  # nowhere to keep it: a read-only file system

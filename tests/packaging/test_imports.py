@@ -40,7 +40,10 @@ def imports(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize(
     ("package", "banned"),
     [
-        ("dllm_sched", "numpy numba torch transformers asyncio multiprocessing concurrent ssl socket"),
+        (
+            "dllm_sched",
+            "numpy numba torch transformers asyncio multiprocessing concurrent ssl socket",
+        ),
         ("dllm_sched", "prometheus_client"),
         ("dllm_sched_hf", "numpy numba torch transformers peft asyncio multiprocessing ssl socket"),
     ],
