@@ -252,7 +252,8 @@ class StepPlan:
     position: Ints  #: ``[n]`` its position in the sequence
     place: Ints
     """``[n]`` ``slot * max_len + position``, also of second sequences; the very array of the step
-    before if that ran the same positions of the same rows."""
+    before if that ran the same positions of the same rows. On a CPU the cache is written there,
+    unchecked (``dllm_sched_hf.loops``)."""
     token: Ints  #: ``[n]`` its id
     visible: Ints
     """``[n]`` it attends to the positions below this one; never less than the tokens of the same
@@ -459,7 +460,7 @@ class Decoder(abc.ABC):
         return found
 
     def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints:
-        """Write committed tokens ``[k]`` and count the step of ``slots``.
+        """Write committed tokens ``[k]`` and count the step of ``slots``; places are not checked.
 
         Args:
             slots: ``[r]`` of the step.

@@ -336,7 +336,7 @@ class _Norm(NamedTuple):
     def __call__(self, x: Tensor, *, loops: bool) -> Tensor:
         """Return the normed ``x`` (``[tokens, d_model]``) in its own dtype."""
         if loops:
-            return torch.from_numpy(_norm(x.numpy(), self.weight.numpy(), self.eps))
+            return torch.from_numpy(_norm(x.numpy(), self.weight.to(x.dtype).numpy(), self.eps))
         return _rms_norm(x, self.weight, self.eps)
 
 
@@ -664,7 +664,7 @@ def _is_large(x: Tensor, weight: Tensor) -> bool:
 
 
 def _serving(norm: LLaDARMSNorm) -> _Norm:
-    return _Norm(norm.weight.detach(), norm.eps)
+    return _Norm(norm.weight.detach(), float(norm.eps))
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import cmath
 import itertools
 import math
+import os
+import subprocess
 import sys
 
 import numba
@@ -15,6 +17,15 @@ import torch
 from dllm_sched_hf import engine as engine_module
 from dllm_sched_hf import loops, modeling_llada
 from dllm_sched_hf.modeling_llada import PackedLayout
+
+# As a test of its own in a process of its own: what a cache holds is read once.
+DAMAGED = """
+import pathlib, sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from looped import total
+assert total(np.arange(5)) == 10
+"""
 
 FILES = ["d2f_gqa_aggressive_b16", "fast_dllm_prefix_factor2_b8", "llada_g60_b20_s24"]
 
@@ -38,6 +49,44 @@ def test_where_nothing_can_be_kept_loops_are_compiled_all_the_same(monkeypatch):
 
     assert total(np.arange(5)) == 10
     assert total.signatures == [(numba.typeof(np.arange(5)),)]
+
+
+@pytest.mark.parametrize("damage", [b"", b"no pickle", None], ids=["empty", "other", "cut"])
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_damaged_files_of_the_cache_are_as_none(suffix, damage, tmp_path):
+    (tmp_path / "looped.py").write_text(
+        "from dllm_sched_hf.loops import compiled\n\n\n"
+        "@compiled\ndef total(values):\n    return values.sum()\n"
+    )
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", DAMAGED, str(tmp_path)]
+    subprocess.run(command, env=env, check=True)
+    (file,) = (tmp_path / "cache").rglob(f"*.{suffix}")
+    file.write_bytes(file.read_bytes()[:-9] if damage is None else damage)
+    done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_cache_that_takes_no_files_is_as_none(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    @loops.compiled
+    def total(values):
+        return values.sum()
+
+    monkeypatch.setattr(total._cache._cache_file, "save", full)
+    assert total(np.arange(5)) == 10
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_norm_weights_may_have_another_dtype(dtype):
+    weight = torch.tensor([0.5, -2.0, 3.0])
+    norm = modeling_llada._Norm(weight.to(dtype), 1e-5)
+    x = torch.randn(4, 3)
+    expected = modeling_llada._Norm(weight, 1e-5)(x, loops=False)
+    torch.testing.assert_close(norm(x, loops=True), expected)
 
 
 @pytest.mark.parametrize("name", FILES)
