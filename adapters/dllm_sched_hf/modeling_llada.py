@@ -66,10 +66,6 @@ _FIXED = {
 
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 
-# Attention of so many queries times keys is small.
-_SMALL = 2**14
-_WIDE = {torch.float32, torch.float64}
-
 # A product of so many multiplications for each thread is large.
 _LARGE = 2**20
 _ONEDNN: Any = (
@@ -411,20 +407,22 @@ def _turn_and_write(
         places: float32 ``[places, 2 * n_kv_heads, head_dim]``; written.
         index: int64 ``[tokens]`` which place is whose.
     """
+    # Number by number: to assign a slice costs as much as turning ten heads.
     tokens, heads, width = qkv.shape
     half, kv_heads = width // 2, (heads - num_heads) // 2
-    turned = np.empty((num_heads + kv_heads, width), qkv.dtype)
     for token in range(tokens):
         x, kv = qkv[token], places[index[token]]
         cos, sin = turns[token, 0, 0], turns[token, 1, 0]
         for head in range(num_heads + kv_heads):
-            for i in range(half):
-                turned[head, i] = x[head, i] * cos[i] + x[head, half + i] * sin[i]
-            for i in range(half, width):
-                turned[head, i] = x[head, i] * cos[i] + x[head, i - half] * sin[i]
-        x[:num_heads] = turned[:num_heads]
-        kv[:kv_heads] = turned[num_heads:]
-        kv[kv_heads:] = x[num_heads + kv_heads :]
+            turned, to = (x, head) if head < num_heads else (kv, head - num_heads)
+            for low in range(half):
+                high = half + low
+                a, b = x[head, low], x[head, high]
+                turned[to, low] = a * cos[low] + b * sin[low]
+                turned[to, high] = b * cos[high] + a * sin[high]
+        for head in range(kv_heads):
+            for i in range(width):
+                kv[kv_heads + head, i] = x[num_heads + kv_heads + head, i]
 
 
 class _Joined(NamedTuple):
@@ -900,56 +898,41 @@ def _attend_group(
         heads: Of the queries.
         cached: Whether it is the cache.
     """
-    # A CPU does plain products faster than it starts its fused kernel; but that one keeps half
-    # precision's scores in float32.
-    cells = (group.stop - group.start) * group.num_keys
-    plain = group.num_rows == 1 and cells <= _SMALL and q.is_cpu and q.dtype in _WIDE
     slots = group.slots if cached and group.pad is None else None
     if isinstance(slots, slice):
-        q, keys, values = _views(group, slots.start, q, kv, heads, squeeze=plain)
+        q, keys, values = _views(group, slots.start, q, kv, heads)
     else:
         q, keys, values = _gathered(group, q[:, :heads], kv, cached=cached)
-        if plain:
-            q, keys, values = q[0], keys[0], values[0]
     # Query heads that share a key head become more queries of that head: no key is copied.
     share, length, head_dim = q.shape[-3:]
     q = q.flatten(-3, -2)
     bias = group.bias
     if bias is not None and share > 1:
         bias = bias.repeat(1, 1, share, 1)
-    if plain:
-        keys, scale = keys.transpose(1, 2), head_dim**-0.5
-        if bias is None:
-            scores = torch.bmm(q, keys).mul_(scale)
-        else:
-            scores = torch.baddbmm(bias[0], q, keys, alpha=scale)
-        out = torch.bmm(scores.softmax(-1), values)
-    else:
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
     out = out.view(-1, heads, length, head_dim).transpose(1, 2).reshape(-1, heads * head_dim)
     return out if group.unpad is None else out[group.unpad]
 
 
 def _views(
-    group: AttentionGroup, slot: int, q: Tensor, cache: Tensor, heads: int, *, squeeze: bool
+    group: AttentionGroup, slot: int, q: Tensor, cache: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same as :func:`_gathered` where slots from ``slot`` on lie beside each other.
 
-    Three calls in place of ten, for every group in every layer. The first dimension is left out on
-    demand.
+    Three calls in place of ten, for every group in every layer.
     """
     rows, num_keys = group.num_rows, group.num_keys
     kv_heads, head_dim = cache.shape[2] // 2, cache.shape[3]
     length, share = (group.stop - group.start) // rows, heads // kv_heads
     far, near, head, _ = cache.stride()
-    shape, stride = (rows, kv_heads, num_keys, head_dim)[squeeze:], (far, head, near, 1)[squeeze:]
+    shape, stride = (rows, kv_heads, num_keys, head_dim), (far, head, near, 1)
     start = cache.storage_offset() + slot * far
     keys = cache.as_strided(shape, stride, start)
     values = cache.as_strided(shape, stride, start + kv_heads * head)
     near, head, _ = q.stride()
     q = q.as_strided(
-        (rows, kv_heads, share, length, head_dim)[squeeze:],
-        (length * near, share * head, head, near, 1)[squeeze:],
+        (rows, kv_heads, share, length, head_dim),
+        (length * near, share * head, head, near, 1),
         q.storage_offset() + group.start * near,
     )
     return q, keys, values
