@@ -98,8 +98,8 @@ class CanvasDecoder(Decoder):
         length = first + (self.num_blocks[slots] - block) * block_length
         start, end = self._window(slots, first, length)
         row, position, place = self._pack(slots, start, end)
-        token = self._tokens[place]
-        in_reach = position < (first + block_length)[row]  # earlier blocks have no masks
+        # Earlier blocks have no masks.
+        token, masked = self._look(place, row, position, first + block_length)
         return CanvasPlan(
             slots=slots,
             start=start,
@@ -110,7 +110,7 @@ class CanvasDecoder(Decoder):
             place=place,
             token=token,
             visible=length[row],
-            masked=np.flatnonzero((token == self.mask_id) & in_reach),
+            masked=masked,
             block=block,
         )
 
@@ -120,8 +120,7 @@ class CanvasDecoder(Decoder):
         head, order = _ranked(plan.row[plan.masked], len(slots), confidence)
         number = self._num_commits(slots, confidence[order], head)
         chosen = _best(head, order, number)
-        at = plan.masked[chosen]
-        self._write(slots, plan.place[at], token[chosen])
+        self._write(plan, chosen, token)
         grew = number == head[1:] - head[:-1]
         self.block[slots] = plan.block + grew
         self.round[slots] = np.where(grew, 0, self.round[slots] + 1)

@@ -130,11 +130,12 @@ class D2F(Decoder):
 
     def plan(self, slots: Ints) -> D2FPlan:
         """Append blocks and lay out the coming forward; writes nothing."""
-        num_blocks, start, end = _reach(slots, self._rows, self.left, self.block_add_threshold)
+        reached = _reach(slots, self._rows, self.left, self.block_add_threshold)
+        num_finished, num_blocks, start, end = reached
         row, position, place = self._pack(slots, start, end)
         if place is not self._seen[0]:
             self._seen = place, _see(slots, row, position, self._rows)
-        token = self._tokens[place]
+        token, masked = self._look(place, row, position, end)
         return D2FPlan(
             slots=slots,
             start=start,
@@ -145,8 +146,8 @@ class D2F(Decoder):
             place=place,
             token=token,
             visible=self._seen[1],
-            masked=(token == self.mask_id).nonzero()[0],  # no prompt holds one
-            num_finished=self.num_finished[slots],
+            masked=masked,
+            num_finished=num_finished,
             num_blocks=num_blocks,
         )
 
@@ -163,7 +164,7 @@ class D2F(Decoder):
             self.decoded_token_threshold,
             self.skip_threshold,
         )
-        stopped = self._write(slots, plan.place[plan.masked[chosen]], token[chosen])
+        stopped = self._write(plan, chosen, token)
         if len(stopped):
             self.most_blocks[stopped] = self.num_blocks[stopped]
         finished = grew
@@ -262,7 +263,7 @@ class D2F(Decoder):
 
 
 @compiled
-def _reach(slots: Ints, rows: Ints, left: Ints, add: Floats) -> tuple[Ints, Ints, Ints]:
+def _reach(slots: Ints, rows: Ints, left: Ints, add: Floats) -> tuple[Ints, Ints, Ints, Ints]:
     """Append at most one block to each row, if its last one is decoded far enough.
 
     Args:
@@ -272,16 +273,17 @@ def _reach(slots: Ints, rows: Ints, left: Ints, add: Floats) -> tuple[Ints, Ints
         add: ``[slots]`` share of the last block, at first the prompt, from which on one comes.
 
     Returns:
-        ``[r]`` blocks, and the range of positions that goes through the forward.
+        ``[r]`` finished blocks, all blocks, and the range of positions that goes through the
+        forward.
     """
-    num_blocks, start, end = np.empty((3, len(slots)), np.int64)
+    num_finished, num_blocks, start, end = np.empty((4, len(slots)), np.int64)
     for index, slot in enumerate(slots):
-        prompt_len, length, most, count, _, cached, _ = rows[:, slot]
+        prompt_len, length, most, count, num_finished[index], cached, _ = rows[:, slot]
         # Double precision: thresholds are compared with exact small fractions.
         if count < most and (length - left[slot, count]) / length >= add[slot]:
             count += 1
         num_blocks[index], start[index], end[index] = count, cached, prompt_len + count * length
-    return num_blocks, start, end
+    return num_finished, num_blocks, start, end
 
 
 @compiled

@@ -459,20 +459,32 @@ class Decoder(abc.ABC):
         self._packed = slots, ran, found
         return found
 
-    def _write(self, slots: Ints, place: Ints, token: Ints) -> Ints:
-        """Write committed tokens ``[k]`` and count the step of ``slots``; places are not checked.
+    def _look(self, place: Ints, row: Ints, position: Ints, reach: Ints) -> tuple[Ints, Ints]:
+        """Return the token at each of ``[n]`` places, and which of them are masked.
 
         Args:
-            slots: ``[r]`` of the step.
-            place: ``[k]``, row by row, ascending in each.
-            token: ``[k]``
+            place: ``[n]`` as :meth:`_pack` returns it.
+            row: ``[n]`` likewise.
+            position: ``[n]`` likewise.
+            reach: ``[s]`` only masks below this position count.
+        """
+        return _look(self._tokens, self.mask_id, place, row, position, reach)
+
+    def _write(self, plan: StepPlan, chosen: Ints, token: Ints) -> Ints:
+        """Write the tokens that commit and count the step of the plan's rows.
+
+        Args:
+            plan: The rows'; its places are not checked.
+            chosen: ``[k]`` which of its c masked positions commit, ascending.
+            token: ``[c]``
 
         Returns:
             Slots that have come upon a stop id.
         """
         return _write(
-            *(slots, place, token, self.tokens, self.num_steps, self._stops, self.stop_ids),
-            *(self.stop_at, self.stop_step, self.early, self.truncates),
+            *(plan.slots, plan.place, plan.masked, chosen, token, self.tokens, self.num_steps),
+            *(self._stops, self.stop_ids, self.stop_at, self.stop_step, self.early),
+            self.truncates,
         )
 
     def _commits_by_row(
@@ -506,9 +518,26 @@ def _pack(slots: Ints, start: Ints, end: Ints, max_len: int) -> tuple[Ints, Ints
 
 
 @compiled
+def _look(
+    tokens: Ints, mask_id: int, place: Ints, row: Ints, position: Ints, reach: Ints
+) -> tuple[Ints, Ints]:
+    """Return tokens, and which of them are masked. Arguments as in :class:`Decoder`."""
+    token, masked = np.empty((2, len(place)), np.int64)
+    count = 0
+    for index, where in enumerate(place):
+        token[index] = tokens[where]
+        if token[index] == mask_id and position[index] < reach[row[index]]:
+            masked[count] = index
+            count += 1
+    return token, masked[:count]
+
+
+@compiled
 def _write(
     slots: Ints,
     place: Ints,
+    masked: Ints,
+    chosen: Ints,
     token: Ints,
     tokens: Ints,
     num_steps: Ints,
@@ -519,7 +548,7 @@ def _write(
     early: Bools,
     truncates: Bools,
 ) -> Ints:
-    """Write tokens to their places, and notice stop ids. Arguments as in :class:`Decoder`.
+    """Write what commits to its places, and notice stop ids. Arguments as in :class:`Decoder`.
 
     Returns:
         Slots that have come upon one.
@@ -527,8 +556,9 @@ def _write(
     num_steps[slots] += 1
     stopped = np.empty(len(slots), np.int64)
     count = 0
-    for index, written in enumerate(token):
-        slot, position = divmod(place[index], tokens.shape[1])
+    for each in chosen:
+        written = token[each]
+        slot, position = divmod(place[masked[each]], tokens.shape[1])
         tokens[slot, position] = written
         if written < len(stops) and stops[written] and np.any(stop_ids[slot] == written):
             stop_at[slot] = min(stop_at[slot], position)

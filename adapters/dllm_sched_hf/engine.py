@@ -353,7 +353,7 @@ class DecodingEngine:
         self._known: dict[int, Row] = {}
         self._known_knobs = NO_KNOBS
         self._slots: Ints = np.empty(0, np.int64)
-        self._first = self._slots  # where the predictions of each position begin, of all in a row
+        self._reusing: Ints | None = None  # slots of which no phase will change, if found already
         # Places of the last step that ran without a graph, and what they make of its layout.
         self._laid_out: _LaidOut = self._slots, torch.empty(0), None, ()
         _warm_up(self.decoder_type)
@@ -641,7 +641,7 @@ class DecodingEngine:
         for row in joined:
             slot, request = row.slot, row.request
             self._over.discard(slot)
-            self._phase[slot] = _CODES[row.phase]
+            self._phase[slot], self._reusing = _CODES[row.phase], None
             here = self._tenants[slot]
             if row.resumed and here is not None and here.request is request:
                 continue  # placed by a step that failed before it advanced anybody
@@ -1064,15 +1064,17 @@ class DecodingEngine:
         Returns:
             The probability and the token, ``[c]`` each.
         """
-        scores = logits[:, : self.vocab_size]
+        scores = logits
+        if logits.shape[1] > self.vocab_size:
+            scores = logits[:, : self.vocab_size]
         probability: NDArray[Any] = scores.softmax(-1, self._precision).numpy()
         token = probability.argmax(1)
-        if np.count_nonzero(token == self.mask_token_id):
+        confidence, is_mask = _take(probability, token, self.mask_token_id)
+        if is_mask:
             probability[:, self.mask_token_id] = -1.0
             token = probability.argmax(1)
-        if len(token) > len(self._first):
-            self._first = np.arange(0, probability.size, probability.shape[1])
-        return probability.reshape(-1)[self._first[: len(token)] + token], token
+            confidence, _ = _take(probability, token, self.mask_token_id)
+        return confidence, token
 
     # -- what happened
 
@@ -1139,9 +1141,12 @@ class DecodingEngine:
 
     def _phase_changes(self, slots: Ints, over: set[int]) -> tuple[PhaseChange, ...]:
         """Say which rows' coming forward is of another kind than this one."""
+        if slots is self._reusing:
+            return ()
         phase = self._phase[slots]
         # After its first forward a row reuses, and may do nothing else from there on.
         if not self._decoder.recomputes and np.count_nonzero(phase) == len(phase):
+            self._reusing = slots
             return ()
         coming = np.where(self._decoder.refreshes(slots), *_AGAIN_OR_NOT)
         changes = (coming != phase).nonzero()[0]
@@ -1351,6 +1356,7 @@ def _warm_up(decoder_type: type[Decoder]) -> None:
     one = np.ones(1, np.int64)
     commits = decoder.commit(plan, one.astype(decoder_type.confidence_type), one)
     decoder.ended(slots, commits.finished)
+    _take(one[:, None].astype(decoder_type.confidence_type), slots, 0)
     _edges(one, one, slots, 0)
     _shade(np.array([(0, 1)]), one, one, one)
     warm_up()
@@ -1365,6 +1371,22 @@ def _bias_rows(max_len: int, weight: Tensor) -> Tensor:
     bias = torch.zeros(2 * max_len, device=weight.device, dtype=weight.dtype)
     bias[max_len:] = -math.inf
     return bias.as_strided((max_len + 1, max_len), (1, 1))  # a row is the one above it, a place on
+
+
+@compiled
+def _take(probability: NDArray[Any], token: Ints, mask_id: int) -> tuple[NDArray[Any], bool]:
+    """Return the probability of each position's token, and whether one is the mask token.
+
+    Args:
+        probability: ``[c, vocabulary]``
+        token: ``[c]``
+        mask_id: Its id.
+    """
+    taken, is_mask = np.empty(len(token), probability.dtype), False
+    for index, each in enumerate(token):
+        taken[index] = probability[index, each]
+        is_mask |= each == mask_id
+    return taken, is_mask
 
 
 @compiled
