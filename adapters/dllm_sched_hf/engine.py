@@ -231,7 +231,9 @@ class DecodingEngine:
 
     Rows are ragged: they join late, leave early, differ in length, settings and temperature, may
     sit out a step, and are kept or restarted when preempted. A row attends to its own tokens only,
-    so in float32 its tokens do not depend on its neighbours. A subclass names its decoder.
+    so its tokens depend on its neighbours only where two choices are so close that rounding decides
+    between them: products of another number of tokens sum in another order. A subclass names its
+    decoder.
 
     Args:
         model: A :class:`LLaDAModelLM`, or a PEFT model around one; runs where its weights are and
